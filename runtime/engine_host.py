@@ -83,11 +83,9 @@ class EngineHost(BatchSink):
         """Does what a record asks for."""
         if isinstance(record, Submit):
             self._engine.hold()
-            try:
-                for request in record.requests:
-                    self._submit(request)
-            finally:
-                self._engine.release()
+            for request in record.requests:
+                self._submit(request)
+            self._engine.release()
         elif isinstance(record, Cancel):
             self._engine.cancel(*record.request_ids)
         elif isinstance(record, Ask):
@@ -113,8 +111,10 @@ class EngineHost(BatchSink):
             self._live.add(request.id)
         try:
             self._engine.submit(self._revive(request), self)
-        except NpucompileError as error:
+        except Exception as error:
             # The other process has checked it; the engine is stopping, or its state is not what that process knows.
+            if not isinstance(error, NpucompileError):
+                log.exception("request %s was not submitted", request.id)
             code = error.code if isinstance(error, RequestError) else None
             end = FinishEvent(request.id, "error", len(request.prompt), 0, ExecutionRecord(), str(error), code=code)
             self.deliver((end,))

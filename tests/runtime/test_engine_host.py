@@ -8,7 +8,6 @@ from typing import Any
 from unittest import mock
 from unittest.mock import Mock
 
-import pytest
 from support import toy_device as toy
 
 from npucompile.runtime import engine_host
@@ -38,14 +37,17 @@ def test_a_step_is_one_record_and_health_is_told_until_the_host_closes() -> None
     assert max(len({event.request_id for event in events}) for events in steps) > 1
 
 
-def test_a_request_that_cannot_be_made_whole_leaves_no_hold_behind() -> None:
+def test_a_request_that_cannot_be_made_whole_ends_and_leaves_no_hold_behind() -> None:
     held: list[int] = []
+    channel = Mock()
     engine: Any = Mock(hold=lambda: held.append(1), release=held.pop)
-    host = EngineHost(engine, Mock(), dict, Mock(side_effect=ValueError("broken")))
-    with pytest.raises(ValueError, match="broken"):
-        host.take(Submit((Request("a", (1,), 1),)))
+    host = EngineHost(engine, channel, dict, Mock(side_effect=[ValueError("broken"), Request("b", (1,), 1)]))
+    host.take(Submit((Request("a", (1,), 1), Request("b", (1,), 1))))
     host.close()
     assert held == []
+    ((end,),) = [record.events for (record,), _ in channel.send.call_args_list if isinstance(record, Events)]
+    assert (end.request_id, end.reason, end.message) == ("a", "error", "broken")
+    assert [call.args[0].id for call in engine.submit.call_args_list] == ["b"]
 
 
 def test_facts_are_those_that_admission_reads() -> None:
