@@ -127,7 +127,7 @@ def _random_row(bucket: Bucket, limits: Limits, share: int, chunk: int, generato
     """A live row with at most a share of the pages and a chunk of tokens."""
     decode, Q, P, ahead = kind_of(bucket).decodes, bucket.q_len, limits.page_size, 2 * limits.drafts
     free = FreePlaces(limits, generator)
-    most_pages = min(limits.pages_per_request, len(free.pages) // share)
+    most_pages = min(limits.pages_per_request, max(1, len(free.pages) // share))
     most = min(most_pages * P, CACHED + Q)
     # A prefill reads and writes the same slot when served; with two slots a state that was not written shows as NaN.
     separate = not decode and len(free.slots) > 1

@@ -41,3 +41,12 @@ def test_steps_that_find_right_drafts_change_nothing_else() -> None:
         if not torch.equal(a.nan_to_num(9), b.nan_to_num(9))
     ]
     assert different == [len(step.params) + request_slot_pool(step.signature.state)]
+
+
+def test_a_row_has_a_page_where_there_are_fewer_than_rows_that_share_them() -> None:
+    """Prompts that share a step are four; a context of two pages for one request has no fourth of them."""
+    step = step_of(toy := Toy(Bucket("prefill", 1, 4), replace(DRAFTING, num_pages=3)))
+    for turn in range(8):
+        case = poisoned_step(step, torch.Generator().manual_seed(turn), share=4, turn=turn, chunk=1)
+        assert 0 < len(case.live[0].pages) <= 2
+        assert case.live[0].start + case.live[0].count <= len(case.live[0].pages) * toy.limits.page_size
