@@ -246,7 +246,7 @@ EXAMPLES: dict[str, dict[str, Callable[[Draw], tuple[Any, ...]]]] = {
     "adjust_logits": {"odd": lambda r: adjusting(r, 3, 2, 45), "even": lambda r: adjusting(r, 2, 2, 64)},
     "attention_heads": {"odd": lambda r: heads(r, 5, 3, 3, 10, 6), "even": lambda r: heads(r, 4, 2, 2, 6, 6)},
     "slot_mapping": {"odd": lambda r: (ints(6, 0, 11), ints(2, 0, 1), ints([4, 2, 1], [0, 0, 0], [3, 5, 6]), 4, 2)},
-    "behind": {"odd": lambda r: (r(5, 7), ints(3, 0, 2)), "even": lambda r: (r(4, 6), ints(1, 3))},
+    "behind": {"odd": lambda r: (r(5, 7), ints([3], [0], [2])), "even": lambda r: (r(4, 6), ints([1], [3]))},
     "cache_write": {
         "odd": lambda r: (r(3, 5, 1, 7), r(3, 5, 1, 7), r(3, 1, 7), r(3, 1, 7), ints(7, 0, 13)),
         "even": lambda r: (r(3, 4, 2, 3), r(3, 4, 2, 3), r(5, 2, 3), r(5, 2, 3), ints(11, 4, 5, 0, 9)),

@@ -235,7 +235,7 @@ EXAMPLES: dict[str, dict[str, Callable[[Draw], Example]]] = {
         "decode": lambda r: Example((ints(6, 0, 11), ints(2, 0, 1), ints([4, 2, 1], [0, 0, 0], [3, 5, 6]), 4, 2)),
         "end": lambda r: Example((ints(11), ints(1), ints([4, 2, 1]), 4, 3)),
     },
-    "behind": {"rows": lambda r: Example((r(5, 7), ints(3, 0, 2)))},
+    "behind": {"rows": lambda r: Example((r(5, 7), ints([3], [0], [2])))},
     "cache_write": {"padding": writing},
     "causal_conv": {
         "verify": lambda r: conv(r, 2, 4, ints(6, 2, 0), ints([3, 4], [5, 6], [0, 0]), (2, 2, 0)),

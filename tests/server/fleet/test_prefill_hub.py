@@ -98,7 +98,8 @@ def test_who_leaves_before_it_is_answered_is_no_fault(fleet: Fleet, caplog: pyte
         time.sleep(0.3)
     finally:
         errors.removeHandler(caplog.handler)
-    assert not [record for record in caplog.records if record.exc_info]
+    # What the client itself says of its end is its own.
+    assert not [record for record in caplog.records if record.exc_info and record.name != "websockets.client"]
 
 
 def test_it_answers_no_requests_of_its_own(fleet: Fleet) -> None:

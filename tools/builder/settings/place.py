@@ -118,7 +118,7 @@ NO_OVERLAP = Setting(
     "no-overlap",
     "For GE: run operators one after the other. Else a part of a prompt's tokens travels to its experts while they compute another.",
     lambda plan: plan.platform.serial or None,
-    extra={"is_flag": True, "default": None},
+    extra={"is_flag": True, "default": None, "hidden": True},
     recorded=lambda recorded: "" if recorded.manifest.platform.get("serial") else None,
     what=lambda value, recorded: "Operators of a graph run one after the other.",
     change="the same operators, with exchanges of experts on a stream beside the products or not",
