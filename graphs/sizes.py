@@ -128,8 +128,6 @@ class Mesh:
         return ",".join(f"{name}={size}" for name, size in self.axes) or "1"
 
 
-KINDS = ("decode", "encode", "prefill")
-
 PICTURE_ROWS = "picture_rows"
 """Logical axis of pools of rows of pictures, which encode buckets write and others read."""
 
@@ -143,8 +141,8 @@ class Bucket:
     q_len: int
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS or self.batch < 1 or self.q_len < 1:
-            raise SpecError(f"bucket {self.kind}/{self.batch}/{self.q_len}: kind is one of {KINDS}, sizes are at least 1")
+        if self.batch < 1 or self.q_len < 1:
+            raise SpecError(f"bucket {self.kind}/{self.batch}/{self.q_len}: sizes are at least 1")
 
     @property
     def tokens(self) -> int:

@@ -23,7 +23,6 @@ from .sizes import (
     COORDS,
     DISPATCH,
     FUSED_EXPERTS,
-    KINDS,
     MANUAL_AXIS,
     MESH_AXES,
     PICTURE_ROWS,
@@ -36,7 +35,7 @@ from .sizes import (
 )
 
 __all__ = [
-    "AXIS", "COORDS", "DISPATCH", "DTYPES", "DTYPE_NAMES", "FUSED_EXPERTS", "KINDS", "MANUAL_AXIS", "MESH_AXES",
+    "AXIS", "COORDS", "DISPATCH", "DTYPES", "DTYPE_NAMES", "FUSED_EXPERTS", "MANUAL_AXIS", "MESH_AXES",
     "PICTURE_ROWS", "WORD_BITS", "WORLD", "Aval", "Bucket", "Function", "Leaf", "Limits", "Mesh",
     "Program", "Rules", "Signature", "Tree", "axis_group", "leaf_name",
 ]  # fmt: skip

@@ -223,5 +223,5 @@ def program(
     model = replace(model, drafting=limits.drafts > 0)
     step = _Step(model, bucket, limits, emit_logits, max_logprobs)
     inputs = StepInputs(bucket, limits, logprobs=max_logprobs > 0).avals()
-    forward = step.decode if kind_of(bucket).decodes else step.prefill
+    forward = getattr(step, bucket.kind)
     return Program(f"{model.name}/{bucket.name}", bucket, forward, avals(model.params(dtype)), model.state(limits, dtype), inputs)

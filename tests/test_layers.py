@@ -109,12 +109,12 @@ UPWARD: dict[tuple[str, str], int] = {
 }
 
 # Comparisons with and tables of names of kinds of steps, outside of the kinds' records. The number only falls.
-KIND_NAMES = 26
+KIND_NAMES = 25
 
 # Lines that a room may have, and words of the documents. Raising one is a line in a commit that says why.
 BUDGETS: dict[str, int] = {
     "docs (words)": 45000,
-    "graphs": 9683,
+    "graphs": 9687,
     "lowering": 1792,
     "lowering/artifact": 1174,
     "lowering/ascend": 17783,
@@ -143,7 +143,7 @@ BUDGETS: dict[str, int] = {
     "server/storage": 250,
     "server/telemetry": 370,
     "server/text": 682,
-    "tests": 107924,
+    "tests": 108050,
     "tools": 1547,
     "tools/advisor": 7681,
     "tools/agreement": 1468,

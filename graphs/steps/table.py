@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ..errors import SpecError
 from ..types import Aval, Bucket, Limits
 from .decode import DECODE
 from .encode import ENCODE
@@ -21,7 +22,13 @@ REQUEST_INPUTS = {field.name: field for kind in (PREFILL, DECODE) for field in k
 
 
 def kind_of(bucket: Bucket) -> StepKind:
-    """The kind of a bucket's steps."""
+    """The kind of a bucket's steps.
+
+    Raises:
+        SpecError: there is none of that name.
+    """
+    if bucket.kind not in STEP_KINDS:
+        raise SpecError(f"bucket {bucket.name}: kind is {bucket.kind!r}; legal are {', '.join(STEP_KINDS)}")
     return STEP_KINDS[bucket.kind]
 
 
