@@ -114,7 +114,7 @@ KIND_NAMES = 25
 # Lines that a room may have, and words of the documents. Raising one is a line in a commit that says why.
 BUDGETS: dict[str, int] = {
     "docs (words)": 45000,
-    "graphs": 9687,
+    "graphs": 9694,
     "lowering": 1792,
     "lowering/artifact": 1174,
     "lowering/ascend": 17783,

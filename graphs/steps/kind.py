@@ -18,16 +18,23 @@ class StepOutput(NamedTuple):
     Attributes:
         dims: letters of `StepKind.sizes`, or "?" for a size that depends on what the graph was built for.
         kind: of its dtype, as numpy has it: "i" or "f", of 32 bits.
+        asked: inputs by which rows ask for it; it is read where one of them is not zero. () is read always.
     """
 
     name: str
     dims: str
     kind: str
+    asked: tuple[str, ...] = ()
 
 
 SAMPLED = (
-    *(StepOutput("tokens", "BW", "i"), StepOutput("drafts", "B?", "i"), StepOutput("chosen_logprobs", "BW", "f")),
-    *(StepOutput("top_ids", "BW?", "i"), StepOutput("top_logprobs", "BW?", "f"), StepOutput("experts", "B???", "i")),
+    StepOutput("tokens", "BW", "i"),
+    # What a row may sample next depends on them.
+    StepOutput("drafts", "B?", "i", ("bitmask_rows", "penalty_rows", "seen_rows")),
+    StepOutput("chosen_logprobs", "BW", "f", ("logprobs",)),
+    StepOutput("top_ids", "BW?", "i", ("logprobs",)),
+    StepOutput("top_logprobs", "BW?", "f", ("logprobs",)),
+    StepOutput("experts", "B???", "i"),
 )
 """What steps give that sample tokens."""
 
@@ -56,7 +63,7 @@ class StepKind:
     """A kind of steps: what its buckets are, and what a step of one reads and gives.
 
     Attributes:
-        name: in names of buckets and in artifacts.
+        name: in names of buckets and in artifacts, and of the method of models/step.py that is its program.
         batch: what `Bucket.batch` counts.
         inputs: in the order of a graph's leaves.
         outputs: that the host reads.

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...graphs.steps.kind import SegmentSizes
+from ...graphs.steps.table import STEP_KINDS
 from ...graphs.types import Bucket, Limits
 from ..executor import Executor, Inputs, Numbers, Outputs, Pending, check_serving, check_step
 from ..kv_transfer.layout import Region
@@ -22,21 +23,15 @@ from ..steps.pack import without_unused
 from .control_plane import ControlPlane, RankError, error_text
 from .messages import encode
 
-OUTPUTS = ("tokens", "counts", "finite", "experts")
+_ASKED = {output.name: output.asked for kind in STEP_KINDS.values() for output in kind.outputs}
+
+OUTPUTS = tuple(name for name, asked in _ASKED.items() if not asked)
 """Outputs that the engine reads of every step, if its bucket has them."""
-
-DRAFT_OUTPUTS = ("drafts",)
-"""Outputs that it also reads when what a row may sample next depends on them."""
-
-LOGPROB_OUTPUTS = ("chosen_logprobs", "top_ids", "top_logprobs")
-"""Outputs that it also reads when a row asks for log probabilities."""
 
 
 def select_outputs(names: Sequence[str], inputs: Inputs, outputs: Outputs) -> Outputs:
-    """The outputs of one dp group that rank 0 reads: those of these names, log probabilities if a row asks for them, and drafts if a
-    row has a bitmask or a penalty."""
-    asked = (("logprobs", LOGPROB_OUTPUTS), *((name, DRAFT_OUTPUTS) for name in ("bitmask_rows", "penalty_rows", "seen_rows")))
-    more = dict.fromkeys(name for flag, others in asked if flag in inputs and inputs[flag].any() for name in others)
+    """The outputs of one dp group that rank 0 reads: those of these names, and those that a row asks for (`StepOutput.asked`)."""
+    more = [name for name, asked in _ASKED.items() if any(flag in inputs and inputs[flag].any() for flag in asked)]
     return {name: outputs[name] for name in (*names, *more) if name in outputs}
 
 
