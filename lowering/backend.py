@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ..graphs.errors import LoweringError
-from ..graphs.types import Bucket
+from ..graphs.types import Bucket, Signature
 from . import backends
 from .executable import HostExecutable
 from .platform import CPU, Platform
@@ -32,6 +32,18 @@ class Compiled:
 
     data: bytes
     census: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Claims:
+    """What a partitioned graph says of itself, and its executable is proved to keep.
+
+    Attributes:
+        collectives: as `Partitioned.collectives`.
+    """
+
+    signature: Signature
+    collectives: tuple[tuple[str, str, str], ...]
 
 
 @dataclass(frozen=True)
@@ -156,7 +168,23 @@ class Backend(Protocol):
         """The executable of a graph whose parts are compiled, in the order of `parts.parts`."""
         raise LoweringError(f"backend {self.name} compiles graphs as one")
 
-    def prove(self, compiled: Compiled, partitioned: Partitioned, platform: Platform = CPU) -> None:
+    def opened(self, data: bytes) -> Any:
+        """The bytes of an executable as a tree whose numbers can be read (lowering/between.py).
+
+        Raises:
+            LoweringError: they are code.
+        """
+        raise LoweringError(f"executables of backend {self.name} are code")
+
+    def closed(self, tree: Any) -> bytes:
+        """The inverse of `opened`.
+
+        Raises:
+            LoweringError: the tree contradicts itself.
+        """
+        raise LoweringError(f"executables of backend {self.name} are code")
+
+    def prove(self, compiled: Compiled, partitioned: Partitioned | Claims, platform: Platform = CPU) -> None:
         """Checks the invariants of an executable that can be checked without running it, on the platform that it was lowered for.
 
         Executables that run on this machine are also run and compared with the reference (tools/prove).

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..ascend.npu_backend import NpuBackend
-from ..backend import Compiled
+from ..backend import Claims, Compiled
 from ..platform import CPU, Platform
 
 if TYPE_CHECKING:
@@ -36,7 +37,20 @@ class Ge(NpuBackend):
         ge_file = in_order_of_time(ge_file, lowered.mesh, lowered.platform)
         return Compiled(encode(ge_file), inspect_ge.census(ge_file.graph))
 
-    def prove(self, compiled: Compiled, partitioned: Partitioned, platform: Platform = CPU) -> None:
+    def opened(self, data: bytes) -> Any:
+        """A GE file with its graph as a message."""
+        from ..ascend.ge_file import decode, parse
+
+        ge_file = decode(data)
+        return replace(ge_file, graph=parse(ge_file.graph))
+
+    def closed(self, tree: Any) -> bytes:
+        """The inverse of `opened`."""
+        from ..ascend.ge_file import encode
+
+        return encode(replace(tree, graph=tree.graph.SerializeToString(deterministic=True)))
+
+    def prove(self, compiled: Compiled, partitioned: Partitioned | Claims, platform: Platform = CPU) -> None:
         """Checks that pools are written in place, no length is baked in, no step repeats work on weights or computes a value twice,
         collectives are those of the partitioned graph in order, and CANN takes every operator where the platform names a chip.
 

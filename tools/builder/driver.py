@@ -19,16 +19,18 @@ import torch
 
 from ...graphs.errors import LoweringError, VerifyError
 from ...graphs.steps.table import kind_of
-from ...graphs.types import Bucket
+from ...graphs.types import Bucket, Signature
 from ...lowering.artifact.artifact import Artifact, ArtifactWriter, GraphEntry, Manifest
 from ...lowering.artifact.graph_io import encode
 from ...lowering.artifact.manifest import ExecutableRecord
+from ...lowering.artifact.shards import local_signature
 from ...lowering.backend import Backend, backend
 from ...lowering.collectives_check import check_ranks, expand
 from ...lowering.lower import Lowered
 from ...lowering.toolchain import toolchain
 from ..agreement import executables
 from ..progress import Progress
+from . import derived
 from .cache import UnfinishedBuild
 from .describe import describe
 from .environment import environment
@@ -199,6 +201,10 @@ class _Build:
             entry = replace(entry, compiled=before.compiled, census=before.census, any_size=before.any_size, verified=verified)
         self.entries[bucket] = entry
 
+    def rank_signature(self, bucket: Bucket) -> Signature:
+        """The calling convention of a bucket's graph on one rank."""
+        return local_signature(self.manifest, self.entries[bucket])
+
     def add_result(self, result: CompileResult) -> GraphEntry:
         """Adds what the pool made of a bucket."""
         bucket = result.job.bucket
@@ -349,7 +355,7 @@ def _build_for_device(state: _Build, began: float) -> float:
     jobs = [CompileJob(plan, bucket, state.cache_dir, known_key=known.get(bucket, ""), nice=state.nice) for bucket in todo]
     if todo:
         with state.progress.bar(f"lower for {plan.target.name}", len(todo)) as bar:
-            for result in run_all(jobs, state.jobs):
+            for result in derived.results(plan, jobs, state.jobs, state.rank_signature, state.progress):
                 entry = state.add_result(result)
                 check_ranks(expand(entry.collectives, plan.mesh))
                 texts = (state.writer.root / entry.stages).read_bytes()

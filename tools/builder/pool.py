@@ -94,18 +94,23 @@ class CompileResult:
 
 def record_of(plan: Plan, staged: Staged) -> StagedRecord:
     """What an artifact stores of a staged bucket."""
-    partitioned, texts, chosen = staged.partitioned, staged.texts, backend(plan.backend)
-    options = {**chosen.options(THREADS), "platform": repr(plan.platform)}
-    key = graph_key(texts["lowered"], chosen.name, options, {**toolchain(), **chosen.versions()})
+    partitioned, texts = staged.partitioned, staged.texts
     return StagedRecord(
         partitioned.signature.inputs,
         partitioned.signature.outputs,
-        key,
+        graph_key_of(plan, texts["lowered"]),
         pack_texts(texts),
         asdict(partitioned.cost()) | {"cached_flops": cached_flops(partitioned.graph)},
         asdict(partitioned.memory()),
         partitioned.collectives,
     )
+
+
+def graph_key_of(plan: Plan, text: str) -> str:
+    """`graph_key` of a lowered graph with this text."""
+    chosen = backend(plan.backend)
+    options = {**chosen.options(THREADS), "platform": repr(plan.platform)}
+    return graph_key(text, chosen.name, options, {**toolchain(), **chosen.versions()})
 
 
 def run(job: CompileJob) -> CompileResult:
