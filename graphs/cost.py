@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -28,17 +28,27 @@ class Memory:
         params_bytes: parameters.
         state_bytes: donated pools, counted once: a result is written to its operand.
         inputs_bytes: inputs of a step.
-        peak_bytes: largest sum of live intermediate values, results included; a view has no bytes of its own and keeps its base alive.
+        live_bytes: of every node the sum of live intermediate values, results included; a view has no bytes of its own and keeps its base
+            alive.
     """
 
     params_bytes: int
     state_bytes: int
     inputs_bytes: int
-    peak_bytes: int
+    live_bytes: tuple[int, ...] = field(repr=False)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The largest of them."""
+        return max(self.live_bytes, default=0)
 
     @property
     def total_bytes(self) -> int:
         return self.params_bytes + self.state_bytes + self.inputs_bytes + self.peak_bytes
+
+    def as_dict(self) -> dict[str, int]:
+        """The numbers by their names."""
+        return {name: getattr(self, name) for name in ("params_bytes", "state_bytes", "inputs_bytes", "peak_bytes")}
 
 
 def cost(graph: GraphModule) -> Cost:
@@ -96,21 +106,21 @@ def memory(graph: GraphModule, signature: Signature) -> Memory:
     """Static memory of a graph run node by node, freeing every value after its last reader."""
     params, state, inputs = (sum(leaf.aval.nbytes for leaf in leaves) for leaves in (signature.params, signature.state, signature.inputs))
     donated = set(results_of(graph)[len(signature.outputs) :])
-    return Memory(params, state, inputs, _peak(graph, donated))
+    return Memory(params, state, inputs, tuple(_live(graph, donated)))
 
 
-def _peak(graph: GraphModule, donated: set[Node]) -> int:
-    """Largest sum of values that live at the same time; a call needs the peak of its body, then holds the bytes of its results."""
+def _live(graph: GraphModule, donated: set[Node]) -> list[int]:
+    """Sums of values that live at the same time, of every node; a call needs those of its body, then holds the bytes of its results."""
     sizes = {node: _own_bytes(node, donated) for node in graph.graph.nodes if node.op == "call_function"}
-    inside: dict[Node, int] = {}
+    inside: dict[Node, list[int]] = {}
     for name, body in bodies(graph).items():
         calls = [node for node in graph.graph.nodes if node.op == "call_module" and node.target == name]
         pools = {int(str(n.args[1])) for n in donated if n.args and n.args[0] in calls}
         results = results_of(body)
-        peak = _peak(body, {results[i] for i in pools})
+        within = _live(body, {results[i] for i in pools})
         own = sum(nbytes(results[i].meta["val"]) for i in range(len(results)) if i not in pools)
         sizes.update(dict.fromkeys(calls, own))
-        inside.update(dict.fromkeys(calls, peak))
+        inside.update(dict.fromkeys(calls, within))
     # A value lives until the last reader of any view of it; an unread one is freed at once. The new value of a pool lies in the
     # pool itself, so reading it does not keep the other results of its node alive.
     last = {node: node for node in sizes}
@@ -119,13 +129,13 @@ def _peak(graph: GraphModule, donated: set[Node]) -> int:
     ends: dict[Node, list[Node]] = {}
     for source, reader in last.items():
         ends.setdefault(reader, []).append(source)
-    live = peak = 0
+    live, found = 0, list[int]()
     for node in graph.graph.nodes:
-        peak = max(peak, live + inside.get(node, 0))
+        found += [live + more for more in inside.get(node, ())]
         live += sizes.get(node, 0)
-        peak = max(peak, live)
+        found.append(live)
         live -= sum(sizes.get(source, 0) for source in ends.get(node, ()))
-    return peak
+    return found
 
 
 def _own_bytes(node: Node, donated: set[Node]) -> int:

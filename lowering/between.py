@@ -67,7 +67,7 @@ def _leaf(values: Values, sizes: Sizes, where: str) -> Form:
         return lambda _: first
     if isinstance(first, str):
         return _text(values, sizes, where)
-    if isinstance(first, bytes) and all(value.isascii() and value.decode().isprintable() for value in values):
+    if isinstance(first, bytes) and all(value.isascii() and value.replace(b"\n", b" ").decode().isprintable() for value in values):
         text = _text([value.decode() for value in values], sizes, where)
         return lambda size: text(size).encode()
     if isinstance(first, bytes) and len({len(value) for value in values}) == 1:

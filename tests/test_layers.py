@@ -114,7 +114,7 @@ KIND_NAMES = 25
 # Lines that a room may have, and words of the documents. Raising one is a line in a commit that says why.
 BUDGETS: dict[str, int] = {
     "docs (words)": 45000,
-    "graphs": 9694,
+    "graphs": 9704,
     "lowering": 1981,
     "lowering/artifact": 1174,
     "lowering/ascend": 17783,
@@ -143,12 +143,12 @@ BUDGETS: dict[str, int] = {
     "server/storage": 250,
     "server/telemetry": 370,
     "server/text": 682,
-    "tests": 108299,
+    "tests": 108300,
     "tools": 1547,
     "tools/advisor": 7681,
     "tools/agreement": 1468,
     "tools/bench": 2799,
-    "tools/builder": 5593,
+    "tools/builder": 5606,
     "tools/commands": 2598,
     "tools/face": 920,
     "tools/inspection": 1210,

@@ -135,7 +135,8 @@ def test_donated_pools_are_counted_once() -> None:
     moved = b.call(aten.add.Tensor, new_v, 1, val=meta(9, 4, 1, 256))
     signature = Signature(leaves("params", weight), leaves("state", k, v), leaves("inputs", x, slots), leaves("outputs", y))
     memory = cost.memory(b.end(y, new_k, moved), signature)
-    assert memory == cost.Memory(params_bytes=2048, state_bytes=2 * 36 * 1024, inputs_bytes=3 * 1024 + 12, peak_bytes=3 * 1024)
+    bytes_of = {"params_bytes": 2048, "state_bytes": 2 * 36 * 1024, "inputs_bytes": 3 * 1024 + 12, "peak_bytes": 3 * 1024}
+    assert memory.as_dict() == bytes_of
     assert memory.total_bytes == 2048 + 72 * 1024 + 3 * 1024 + 12 + 3 * 1024
 
 

@@ -30,7 +30,7 @@ def value(made, rows):
     grown = [first + rise * rows for first, rise in made]
     text = "\n".join(f"%{i} = op(%7, [{number}, -1]) : f32[{number},3]" for i, number in enumerate(grown))
     data = b"".join(number.to_bytes(8, "little") for number in grown)
-    return {"leaf": Leaf(text, tuple(grown)), "list": [text.replace("\n", "; ").encode(), data, None, True, 1.5], "same": ("007", b"\0\1")}
+    return {"leaf": Leaf(text, tuple(grown)), "list": [text.encode(), data, None, True, 1.5], "same": ("007", b"\0\1")}
 
 
 @given(st.lists(numbers, min_size=1, max_size=6), st.integers(1, 500))

@@ -1,8 +1,8 @@
 """Buckets of an NPU whose graphs follow from those of three others of their kind: nothing in them differs but numbers that grow with rows.
 
-A program may ask for its size, and do another thing from some size on. So the three are the smallest, the largest and one between, and
-graphs of a few more, drawn, are made as well: where one has another byte than what follows for it, each bucket of the kind is made. So is
-a bucket of whose size a number happens to be a constant of the graph, if passes would then merge or drop operators.
+A program may ask for its size, and do another thing from some size on. So the three are far from each other, and graphs of a few more,
+drawn, are made as well: where one has another byte than what follows for it, each bucket of the kind is made. So is a bucket of whose
+size a number happens to be a constant of the graph, if passes then merge or drop operators; such a one says nothing of others.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from ...graphs.errors import LoweringError
 from ...graphs.types import Bucket, Signature
@@ -39,7 +40,7 @@ class _Kind:
 
     Attributes:
         jobs: by the rows of their buckets, in order.
-        made: those that are made, by rows: at first the three that tell of all, then those drawn.
+        made: those that are made, by rows: the smallest, the largest, one between, and those drawn.
         results: of these, as they are there.
     """
 
@@ -84,8 +85,9 @@ def results(
             progress.say(f"{result.job.bucket.kind} buckets are made one by one: {error}")
             unlike += kind.told.values()
             continue
-        for job in kind.told.values():
-            if followed := _follows(plan, job, form, signature(result.job.bucket)):
+        for rows, job in kind.told.items():
+            known = form.least <= rows <= form.most
+            if known and (followed := _follows(plan, job, form, signature(result.job.bucket))):
                 yield followed
             else:
                 unlike.append(job)
@@ -124,32 +126,43 @@ class _Form:
     Attributes:
         tree: of `between`: the record of a bucket, its texts, its opened executable and its census.
         idle: `_idle` of each.
+        least, most: rows of the smallest and the largest that it was seen in.
     """
 
     tree: Form
     idle: int
+    least: int
+    most: int
 
 
 def _form(plan: Plan, kind: _Kind) -> _Form:
     """What the graphs of a kind have in common.
 
     Raises:
-        LoweringError: they differ in more than numbers that grow with rows, or a graph that was drawn is another.
+        LoweringError: they differ in more than numbers that grow with rows, or a graph that was made is another.
     """
-    chosen, tell = backend(plan.backend), kind.made[:3]
-    trees = []
-    for rows in tell:
-        staged, compiled = kind.results[rows].staged, kind.results[rows].compiled
-        assert staged is not None
-        assert compiled is not None
-        record = replace(staged, key="", texts=b"")
-        trees.append((record, unpack_texts(staged.texts), chosen.opened(compiled.data), dict(compiled.census)))
-    form = _Form(between(trees, tell), _idle(trees[0][1]))
-    for rows in kind.made[3:]:
-        result = kind.results[rows]
-        if (follows := _made(plan, form, rows)) and follows != (result.staged, result.compiled):
+    trees = {rows: _tree(plan, kind.results[rows]) for rows in sorted(kind.made)}
+    farthest = sorted(itertools.combinations(trees, 3), key=lambda tell: tell[0] - tell[2])
+    for tell in farthest:
+        try:
+            form = _Form(between([trees[rows] for rows in tell], tell), _idle(trees[tell[0]][1]), tell[0], tell[2])
+            break
+        except LoweringError as error:
+            if tell is farthest[-1]:
+                raise error
+    for rows in set(trees) - set(tell):
+        follows, result = _made(plan, form, rows), kind.results[rows]
+        if follows and follows != (result.staged, result.compiled):
             raise LoweringError(f"{result.job.bucket.name} is another graph than what follows for it from {', '.join(map(str, tell))} rows")
     return form
+
+
+def _tree(plan: Plan, result: CompileResult) -> tuple[StagedRecord, dict[str, str], Any, dict[str, int]]:
+    staged, compiled = result.staged, result.compiled
+    assert staged is not None
+    assert compiled is not None
+    opened = backend(plan.backend).opened(compiled.data)
+    return replace(staged, key="", texts=b""), unpack_texts(staged.texts), opened, dict(compiled.census)
 
 
 def _idle(texts: Mapping[str, str]) -> int:

@@ -189,7 +189,7 @@ class _Build:
             digest=record.key,
             compiled=None,
             cost=record.cost,
-            memory=record.memory,
+            memory=record.memory.as_dict(),
             collectives=record.collectives,
             verified={},
             stamp=self.stamps[bucket],

@@ -21,7 +21,7 @@ import torch
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
 from ...graphs import ops as ops
-from ...graphs.cost import cached_flops
+from ...graphs.cost import Memory, cached_flops
 from ...graphs.errors import LoweringError
 from ...graphs.types import Bucket, Leaf, Signature
 from ...lowering.artifact.artifact import graph_key
@@ -70,7 +70,7 @@ class StagedRecord:
     key: str
     texts: bytes
     cost: Mapping[str, int]
-    memory: Mapping[str, int]
+    memory: Memory
     collectives: tuple[tuple[str, str, str], ...]
 
 
@@ -101,7 +101,7 @@ def record_of(plan: Plan, staged: Staged) -> StagedRecord:
         graph_key_of(plan, texts["lowered"]),
         pack_texts(texts),
         asdict(partitioned.cost()) | {"cached_flops": cached_flops(partitioned.graph)},
-        asdict(partitioned.memory()),
+        partitioned.memory(),
         partitioned.collectives,
     )
 

@@ -16,7 +16,7 @@ from npucompile.lowering.ascend.ge_file import decode
 from npucompile.lowering.toolchain import differences
 from npucompile.models.quant.description import formats_in
 from npucompile.models.quant.formats import Formats
-from npucompile.tools.builder import driver, memory, pool, stages, stamp
+from npucompile.tools.builder import derived, driver, memory, pool, stages, stamp
 from npucompile.tools.builder.environment import environment
 from npucompile.tools.builder.memory import MemoryPlan
 
@@ -212,7 +212,7 @@ def test_a_harmed_file_is_made_again(plan, lowered, build, tmp_path, folder):
 
 def interrupted(monkeypatch, after):
     """A pool whose next bucket after so many is never done."""
-    real = driver.run_all
+    real = derived.run_all
 
     def run_all(jobs, workers):
         for number, compiled in enumerate(real(jobs, workers)):
@@ -220,7 +220,7 @@ def interrupted(monkeypatch, after):
                 raise KeyboardInterrupt
             yield compiled
 
-    monkeypatch.setattr(driver, "run_all", run_all)
+    monkeypatch.setattr(derived, "run_all", run_all)
 
 
 def test_an_interrupted_build_leaves_nothing_and_goes_on_where_it_was(plan, lowered, build, tmp_path, monkeypatch):

@@ -82,8 +82,8 @@ def test_what_is_told_of_the_full_bucket_is_what_the_file_holds(lowered):
     assert result.staged.collectives == collectives_check.of_ge_file(ge_file)
     collectives_check.check_ranks(collectives_check.expand(result.staged.collectives, plan.mesh))
     assert {group for _, group, _ in result.staged.collectives} == {"tp", "world"}
-    assert result.staged.memory["params_bytes"] == plan.params_bytes
-    assert result.staged.memory["state_bytes"] == plan.state_bytes
+    assert result.staged.memory.params_bytes == plan.params_bytes
+    assert result.staged.memory.state_bytes == plan.state_bytes
     assert result.seconds > 0
     # Every pool is written where it lies, by an operator or through an output that is bound to it.
     pools = len(signature_of(step.program(plan.model, plan.buckets[-1], plan.limits, plan.dtype)).state)
@@ -134,7 +134,7 @@ def test_without_a_compiler_there_are_numbers_and_no_file(model, tmp_path):
     assert [entry.job.bucket for entry in results] == list(plan.buckets)
     for entry in results:
         assert entry.compiled is None
-        assert entry.staged.memory["peak_bytes"] > 0
+        assert entry.staged.memory.peak_bytes > 0
         assert entry.staged.cost["flops"] > 0
     assert results[1].staged.cost["flops"] < results[2].staged.cost["flops"]
 

@@ -90,7 +90,7 @@ def test_what_a_refusal_suggests_is_built_and_one_more_is_refused(model, build, 
 def test_graphs_that_need_more_than_is_left_are_refused_when_they_are_known(model, build, monkeypatch, tmp_path):
     def run(job):
         result = tiny.compile_once(job)
-        return replace(result, staged=replace(result.staged, memory={**result.staged.memory, "peak_bytes": 60 * 2**30}))
+        return replace(result, staged=replace(result.staged, memory=replace(result.staged.memory, live_bytes=(60 * 2**30,))))
 
     monkeypatch.setattr(pool, "run", run)
     with pytest.raises(SpecError, match=r"this needs 7\d\.\d\d, 1\d\.\d\d too much: .*activations 60\.00, workspace 15\.00"):
