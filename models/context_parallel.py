@@ -58,6 +58,12 @@ def inverse(size: int, q_len: int, device: torch.device) -> torch.Tensor:
     return (torch.cat([head, tail])[None, :, None] + 2 * each * rows[:, None, None] + tokens).reshape(-1)
 
 
+def in_rows(x: torch.Tensor, size: int) -> torch.Tensor:
+    """The stream's rows in the order of the step's tokens: [T, M] -> [B*Q, M], of B = `size`."""
+    q_len = x.shape[0] // size
+    return x if shares(q_len) == 1 else x.index_select(0, inverse(size, q_len, x.device))
+
+
 def last_rows(x: torch.Tensor, query_lens: torch.Tensor) -> torch.Tensor:
     """The stream's row of the last valid token of each row of a step: [T, M], [B] -> [B, M]."""
     size = query_lens.shape[0]

@@ -35,13 +35,8 @@ def sample_tokens(
         with emit_logits `logits` [B, W, V] f32.
     """
     B, W = uniform.shape
-    by_rows = not emit_logits and B % num_shards("vocab") == 0
-    rows = "sampled_rows" if by_rows else None
-    if by_rows:
-        # Each device gets all logits of its share of the requests. That moves as many bytes as one device holds; gathering the
-        # vocabulary on every device would move as many as all devices hold.
-        logits = shard_map(lambda x: all_to_all(x, "vocab"), [(logits, (None, "vocab"))], (rows, None))
-    logits = _cut(constrain(logits, rows, None), vocab_size).view(B, W, -1).float()
+    logits, rows = _whole(logits, B, emit_logits, vocab_size)
+    logits = logits.view(B, W, -1).float()
     sampling = [constrain(inputs[name], rows) for name in SAMPLING]
     tokens = ops.sample(_masked(logits, inputs, rows), *sampling, constrain(uniform, rows, None))
     if not max_logprobs:
@@ -50,6 +45,48 @@ def sample_tokens(
     if rows and num_shards(rows) > 1:
         tokens, logprobs = _replicated(tokens, *logprobs)
     return {"tokens": tokens, **dict(zip(LOGPROBS, logprobs, strict=True))} | ({"logits": logits} if emit_logits else {})
+
+
+def score_tokens(
+    logits: torch.Tensor,
+    tokens: torch.Tensor,
+    asked: torch.Tensor,
+    earlier: torch.Tensor,
+    *,
+    emit_logits: bool,
+    max_logprobs: int,
+    vocab_size: int,
+) -> dict[str, Any]:
+    """The same, but for what is sampled, of Q tokens per row that are known.
+
+    Args:
+        logits: [B*Q, V or more] before each token.
+        tokens: [B, Q] i32.
+        asked: [B] i32, 1 where a row wants log probabilities.
+        earlier: [B, N], before which nothing is exchanged.
+    """
+    B, Q = tokens.shape
+    if num_shards("vocab") > 1:
+        logits = shard_map(ops.behind, [(logits, (None, "vocab")), (earlier, (None, None))], (None, "vocab"))
+    logits, rows = _whole(logits, B * Q, emit_logits, vocab_size)
+    logits = logits.view(B * Q, 1, -1).float()
+    each = constrain(tokens.reshape(-1, 1), rows, None), constrain(asked[:, None].expand(-1, Q).reshape(-1), rows)
+    logprobs = ops.token_logprobs(logits, *each, max_logprobs)
+    if rows and num_shards(rows) > 1:
+        _, logprobs = _replicated(each[0], *logprobs)
+    scored = {name: value.view(B, Q, *value.shape[2:]) for name, value in zip(LOGPROBS, logprobs, strict=True)}
+    return {"tokens": tokens, **scored} | ({"logits": logits.view(B, Q, -1)} if emit_logits else {})
+
+
+def _whole(logits: torch.Tensor, B: int, emit_logits: bool, vocab_size: int | None) -> tuple[torch.Tensor, str | None]:
+    """Logits of the whole vocabulary, and the axis by which their rows are shared: of B requests, or None where each device has all."""
+    by_rows = not emit_logits and B % num_shards("vocab") == 0
+    rows = "sampled_rows" if by_rows else None
+    if by_rows:
+        # Each device gets all logits of its share of the requests. That moves as many bytes as one device holds; gathering the
+        # vocabulary on every device would move as many as all devices hold.
+        logits = shard_map(lambda x: all_to_all(x, "vocab"), [(logits, (None, "vocab"))], (rows, None))
+    return _cut(constrain(logits, rows, None), vocab_size), rows
 
 
 def _masked(logits: torch.Tensor, inputs: Tree, rows: str | None) -> torch.Tensor:

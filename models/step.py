@@ -21,7 +21,7 @@ from .head_padding import PaddedHeads, widened, with_real_sources
 from .padding import padded
 from .params import avals
 from .quant.declare import stored
-from .sampling import sample_tokens
+from .sampling import sample_tokens, score_tokens
 
 PICTURES = "picture_pool"
 """Key of the pool of rows of pictures in the state of programs that take them."""
@@ -125,11 +125,24 @@ class _Step:
 
     def prefill(self, params: Tree, state: Tree, inputs: Tree) -> tuple[Tree, Tree]:
         """Computes a chunk of each row's prompt; what is sampled and drafted means something after a prompt's last chunk only."""
+        outputs, state, _ = self._chunk(params, state, inputs)
+        return outputs, state
+
+    def score(self, params: Tree, state: Tree, inputs: Tree) -> tuple[Tree, Tree]:
+        """The same; what it returns of what is sampled it returns of each token that follows one of the chunk."""
+        outputs, state, hidden = self._chunk(params, state, inputs)
+        following, count = self._next_tokens(inputs, outputs["tokens"][:, 0]), self.model.config.vocab_size
+        logits = self.model.family.head(self.model.wide, params, context_parallel.in_rows(hidden, self.bucket.batch))
+        how = {"emit_logits": self.emit_logits, "max_logprobs": self.max_logprobs, "vocab_size": count}
+        return outputs | score_tokens(logits, following, inputs["logprobs"], outputs.get("drafts", following), **how), state
+
+    def _chunk(self, params: Tree, state: Tree, inputs: Tree) -> tuple[Tree, Tree, torch.Tensor]:
+        """Outputs and state of a prefill step, and the hidden states of all its tokens in the order of the stream."""
         query_lens = inputs["query_lens"]
         inputs, behind, offsets = self._pictures(state, inputs)
         hidden, state, features, told = self._forward(params, state, inputs)
-        hidden = context_parallel.last_rows(sequence_parallel.whole(hidden, self.bucket.tokens), query_lens)
-        sampled = self._sample(params, hidden, inputs, inputs["uniform"])
+        hidden = sequence_parallel.whole(hidden, self.bucket.tokens)
+        sampled = self._sample(params, context_parallel.last_rows(hidden, query_lens), inputs, inputs["uniform"])
         tokens = sampled["tokens"].clamp(min=0)
         last = tokens[:, 0]
         step = {**inputs, **behind, "tokens": self._next_tokens(inputs, last)} if self.limits.drafts else inputs
@@ -138,7 +151,7 @@ class _Step:
         accepted = torch.zeros(query_lens.shape, dtype=torch.int32, device=query_lens.device)
         values = (tokens, *drafted.values(), *offsets)
         pool = request_slots.write(state["request_slots"], inputs["request_slots"], following, accepted, *values)
-        return {**sampled, **drafted, **told}, {**state, "request_slots": pool}
+        return {**sampled, **drafted, **told}, {**state, "request_slots": pool}, hidden
 
     def _pictures(self, state: Tree, inputs: Tree) -> tuple[Tree, Tree, list[torch.Tensor]]:
         """A chunk's inputs with rows of pictures in the places of its tokens; what is other in the places of the tokens behind each; and
@@ -200,9 +213,10 @@ def program(
 ) -> Program:
     """The program of a bucket: `(params, state, inputs) -> (outputs, state)`; its inputs are those of graphs/steps/.
 
-    Outputs: `tokens` [B, W] i32, sampled after every candidate (decode, W = Q) or after the row's last valid token (prefill, W = 1);
+    Outputs: `tokens` [B, W] i32, sampled after every candidate (decode, W = Q) or after the row's last valid token (prefill, W = 1; score,
+    W = Q, behind the prompt's own);
     in decode `counts` [B] i32, how many of them are accepted; with drafts `drafts` i32, the tokens drafted after those, [B, Q-1] in decode
-    and [B, k] in prefill; the log probabilities and logits of `sample_tokens`; and `experts` [B, Q/n, L, X] i32, those of every nth
+    and [B, k] in others; the log probabilities and logits of `sample_tokens`; and `experts` [B, Q/n, L, X] i32, those of every nth
     token (graphs/steps/kind.py, `tokens_told`) in each of L layers, if `Variant.tells_experts`.
 
     Args:
@@ -211,11 +225,14 @@ def program(
         max_logprobs: for how many of the most likely tokens log probabilities are returned; with 0 none are.
 
     Raises:
-        SpecError: a decode bucket of more tokens a request, drafts of a model without a draft head, or pictures of one without a tower.
+        SpecError: a decode bucket of more tokens a request, a score bucket without log probabilities, drafts of a model without a draft
+            head, or pictures of one without a tower.
     """
     if kind_of(bucket).decodes and bucket.q_len > limits.drafts + 1:
         legal = f"legal is q_len 1 to {limits.drafts + 1}: the last token and its drafts"
         raise SpecError(f"{bucket.name} with {limits.drafts} drafts; {legal}")
+    if kind_of(bucket).wide and not max_logprobs:
+        raise SpecError(f"{bucket.name}, which gives log probabilities of prompts, and max_logprobs is 0; legal is at least 1")
     if limits.drafts and not model.has_draft_head:
         raise SpecError(f"{limits.drafts} drafts a step, and {model.name} has no draft head; legal is 0")
     if limits.picture_rows and model.family.tower is None:

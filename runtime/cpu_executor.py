@@ -132,10 +132,11 @@ class CpuExecutor:
         if step.tokens > bucket.tokens:
             raise SpecError(f"a step of {step.batch} rows of {step.q_len} tokens in {bucket.name}; legal are up to {bucket.tokens} tokens")
         if (any_size := self._any_size.get(_kind(bucket))) and not self._entries[bucket].refused:
-            return FinishedStep([self._run(any_size, long_enough(step, arrays, self.limits, logprobs=self.max_logprobs > 0))])
+            outputs = self._run(any_size, long_enough(step, arrays, self.limits, logprobs=self.max_logprobs > 0))
+            return FinishedStep([_as_wide(step, outputs)])
         parts = whole_steps(bucket, arrays, self.buckets, self.limits, logprobs=self.max_logprobs > 0)
-        outputs = [(len(part.rows), self._run(part.bucket, part.inputs)) for part in parts]
-        return FinishedStep([{name: np.concatenate([of[name][:own] for own, of in outputs]) for name in outputs[0][1]}])
+        results = [(len(part.rows), self._run(part.bucket, part.inputs)) for part in parts]
+        return FinishedStep([_as_wide(step, {name: np.concatenate([of[name][:own] for own, of in results]) for name in results[0][1]})])
 
     def _run(self, bucket: Bucket, arrays: Inputs) -> Outputs:
         """The outputs of a bucket's executable."""
@@ -228,6 +229,12 @@ class CpuExecutor:
         if entry.compiled.file not in self._opened:
             self._opened[entry.compiled.file] = open_executable(self.artifact.path / entry.compiled.file, entry.compiled.backend)
         return self._opened[entry.compiled.file]
+
+
+def _as_wide(step: Bucket, outputs: Outputs) -> Outputs:
+    """The outputs of a step of these sizes that ran with more tokens a row."""
+    kind = kind_of(step)
+    return {name: value[(slice(None), *kind.live(name, step.q_len))] for name, value in outputs.items()} if kind.wide else outputs
 
 
 def _left_out(manifest: Manifest) -> dict[Bucket, str]:

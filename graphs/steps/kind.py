@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from ..errors import SpecError
@@ -13,18 +14,20 @@ from .inputs import StepInput
 
 
 class StepOutput(NamedTuple):
-    """One output of a step that is read on the host.
+    """One output of a step.
 
     Attributes:
-        dims: letters of `StepKind.sizes`, or "?" for a size that depends on what the graph was built for.
+        dims: letters of `StepKind.sizes`, or "?" for a size that depends on what the graph was built for. With "Q" it has a place for
+            each new token of a row, and padding in those behind the row's own (`StepKind.live`).
         kind: of its dtype, as numpy has it: "i" or "f", of 32 bits.
-        asked: inputs by which rows ask for it; it is read where one of them is not zero. () is read always.
+        asked: inputs by which rows ask for it; the host reads it where one of them is not zero. () is read always, and None never: it is
+            there for proofs.
     """
 
     name: str
     dims: str
     kind: str
-    asked: tuple[str, ...] = ()
+    asked: tuple[str, ...] | None = ()
 
 
 SAMPLED = (
@@ -35,6 +38,7 @@ SAMPLED = (
     StepOutput("top_ids", "BW?", "i", ("logprobs",)),
     StepOutput("top_logprobs", "BW?", "f", ("logprobs",)),
     StepOutput("experts", "B???", "i"),
+    StepOutput("logits", "BW?", "f", None),
 )
 """What steps give that sample tokens."""
 
@@ -66,7 +70,7 @@ class StepKind:
         name: in names of buckets and in artifacts, and of the method of models/step.py that is its program.
         batch: what `Bucket.batch` counts.
         inputs: in the order of a graph's leaves.
-        outputs: that the host reads.
+        outputs: that its steps may have.
         reads, writes: first axes of the pools of state where a row reads, and writes, places of its own; padding writes place 0.
         sizes: of the letters of its dimensions, for a bucket under limits; and of what a vision tower takes.
         sampled: W, tokens that a step of a bucket samples per row; 0 where it samples none.
@@ -109,6 +113,15 @@ class StepKind:
     def chunks(self) -> bool:
         """Whether its rows are chunks of prompts."""
         return self.samples and not self.decodes
+
+    @cached_property
+    def wide(self) -> frozenset[str]:
+        """Names of the outputs with a place for each new token of a row."""
+        return frozenset(output.name for output in self.outputs if "Q" in output.dims)
+
+    def live(self, name: str, count: int) -> tuple[slice, ...]:
+        """Where in a row's part of an output is what a row of so many new tokens has; behind it is padding."""
+        return (slice(count),) if name in self.wide else ()
 
     def bucket(self, batch: int, q_len: int) -> Bucket:
         """A bucket of this kind."""

@@ -14,8 +14,9 @@ from .encode import ENCODE
 from .inputs import StepInput
 from .kind import SegmentSizes, StepKind
 from .prefill import PREFILL
+from .score import SCORE
 
-STEP_KINDS = {kind.name: kind for kind in (DECODE, PREFILL, ENCODE)}
+STEP_KINDS = {kind.name: kind for kind in (DECODE, PREFILL, ENCODE, SCORE)}
 
 REQUEST_INPUTS = {field.name: field for kind in (PREFILL, DECODE) for field in kind.inputs}
 """All inputs of steps of requests."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...graphs.steps.table import kind_of
+from ...graphs.steps.prefill import PREFILL
 from .. import isa
 from ..machines import NPUS
 from .manifest import Manifest
@@ -36,7 +36,7 @@ def fixed_tokens(manifest: Manifest, tiles: bool | None = None) -> int:
     Args:
         tiles: whether the CPU that serves has AMX; None asks this one. Of other platforms it says nothing.
     """
-    entry = max(manifest.graphs, key=lambda entry: (kind_of(entry.bucket).chunks, entry.bucket.tokens))
+    entry = max(manifest.graphs, key=lambda entry: (entry.bucket.kind == PREFILL.name, entry.bucket.tokens))
     # Builds before there was a count of cached_flops take attention over a full context for a token's own cost.
     flops = entry.cost["flops"] - entry.cost.get("cached_flops", 0)
     params = sum(leaf.aval.nbytes for leaf in local_signature(manifest, entry).params)

@@ -25,13 +25,13 @@ from .messages import encode
 
 _ASKED = {output.name: output.asked for kind in STEP_KINDS.values() for output in kind.outputs}
 
-OUTPUTS = tuple(name for name, asked in _ASKED.items() if not asked)
+OUTPUTS = tuple(name for name, asked in _ASKED.items() if asked == ())
 """Outputs that the engine reads of every step, if its bucket has them."""
 
 
 def select_outputs(names: Sequence[str], inputs: Inputs, outputs: Outputs) -> Outputs:
     """The outputs of one dp group that rank 0 reads: those of these names, and those that a row asks for (`StepOutput.asked`)."""
-    more = [name for name, asked in _ASKED.items() if any(flag in inputs and inputs[flag].any() for flag in asked)]
+    more = [name for name, asked in _ASKED.items() if any(flag in inputs and inputs[flag].any() for flag in asked or ())]
     return {name: outputs[name] for name in (*names, *more) if name in outputs}
 
 

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from ...graphs.steps.decode import DECODE
 from ...graphs.steps.encode import ENCODE
 from ...graphs.steps.prefill import PREFILL
+from ...graphs.steps.score import SCORE
 from ..adjustments import Adjustment
 from ..constraint import Bitmask
 from ..picture_spans import PictureInput
@@ -16,7 +17,7 @@ from ..request import Sampling
 
 
 class PrefillRow(NamedTuple):
-    """One request's chunk in a prefill step, with the pages and slots that it reads and writes.
+    """One request's chunk in a prefill or score step, with the pages and slots that it reads and writes.
 
     Attributes:
         tokens: the chunk, 1 to q_len tokens.
@@ -97,5 +98,5 @@ class SegmentRow(NamedTuple):
 
 Row = PrefillRow | DecodeRow | SegmentRow
 
-ROWS: Mapping[str, type[Row]] = {PREFILL.name: PrefillRow, DECODE.name: DecodeRow, ENCODE.name: SegmentRow}
+ROWS: Mapping[str, type[Row]] = {PREFILL.name: PrefillRow, SCORE.name: PrefillRow, DECODE.name: DecodeRow, ENCODE.name: SegmentRow}
 """What the rows of a kind of steps are."""

@@ -45,6 +45,7 @@ def test_the_last_token_of_each_row_is_found(step: tuple[int, int, int], data: s
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(context_parallel, "num_shards", lambda axis: count)
         found = last_rows(ordered(tokens)[:, None], lengths)[:, 0]
+        assert torch.equal(context_parallel.in_rows(ordered(tokens)[:, None], size)[:, 0], tokens.flatten())
     assert found.tolist() == [int(tokens[row, length - 1]) for row, length in enumerate(lengths)]
 
 

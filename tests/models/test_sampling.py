@@ -17,7 +17,7 @@ from npucompile.graphs.types import Aval, Bucket, Mesh, Program, Rules
 from npucompile.lowering.ascend import lowered
 from npucompile.lowering.ascend.emulator.interpreter import Interpreter
 from npucompile.models import request_slots
-from npucompile.models.sampling import ADJUSTING, best, sample_tokens
+from npucompile.models.sampling import ADJUSTING, best, sample_tokens, score_tokens
 
 KNOBS = {
     "temperature": {"temperature": 0.8},
@@ -343,6 +343,34 @@ def test_every_device_gets_the_same(mesh, emit):
     for results in on_all_devices(run, avals, values, mesh):
         for name, tensor in zip(expected, results, strict=True):
             torch.testing.assert_close(tensor, expected[name], atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("emit", [True, False])
+@pytest.mark.parametrize(("mesh", "rows"), [("tp=2", 3), ("tp=4", 2), ("tp=4", 3)])
+def test_known_tokens_have_the_log_probabilities_of_a_whole_vocabulary(mesh, rows, emit):
+    """Of 12 tokens, and two of padding: whether or not devices can share the rows."""
+    draw = torch.Generator().manual_seed(rows)
+    values = {"logits": torch.randn(rows * 2, 16, generator=draw) * 2, "tokens": torch.arange(rows * 2, dtype=I32).view(rows, 2)}
+    values |= {"logprobs": (torch.arange(rows) != 1).to(I32)}
+
+    def run(x):
+        how = {"emit_logits": emit, "max_logprobs": 3, "vocab_size": 14}
+        return score_tokens(x["logits"], x["tokens"], x["logprobs"], x["tokens"], **how)
+
+    avals = {name: Aval(tuple(value.shape), value.dtype) for name, value in values.items()}
+    avals["logits"] = Aval((rows * 2, 16), F32, (None, "vocab"))
+    logprobs = values["logits"][:, :14].log_softmax(-1).view(rows, 2, 14)
+    asked = values["logprobs"][:, None, None].bool()
+    expected = {"tokens": values["tokens"]}
+    expected["chosen_logprobs"] = torch.where(asked, logprobs.gather(-1, values["tokens"][..., None].long()), 0)[..., 0]
+    expected["top_logprobs"] = torch.where(asked, logprobs.topk(3).values, 0)
+    names = list(run(values))
+    for results in on_all_devices(run, avals, values, mesh):
+        found = dict(zip(names, results, strict=True))
+        assert ("logits" in found) == emit
+        for name, right in expected.items():
+            torch.testing.assert_close(found[name], right, atol=1e-6, rtol=0)
+        assert torch.equal(found["top_ids"] * asked, (logprobs.topk(3).indices * asked).to(I32))
 
 
 @pytest.mark.parametrize("mesh", ["tp=1", "tp=2", "tp=4"])

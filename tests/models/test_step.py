@@ -11,6 +11,7 @@ from support import oracle, speculators
 
 from npucompile.graphs import tree
 from npucompile.graphs.errors import SpecError
+from npucompile.graphs.steps.score import SCORE
 from npucompile.graphs.steps.table import StepInputs, kind_of
 from npucompile.graphs.types import Bucket
 from npucompile.models import step
@@ -153,8 +154,12 @@ def test_padding_writes_nowhere_but_to_the_null_page_and_slot(drafts):
 def test_programs_declare_their_inputs_outputs_and_state(drafts):
     """The abstract trees equal what runs: outputs by name and shape, new state of the structure and shapes of the old."""
     random, limits = oracle.drafting("moe"), oracle.limits(drafts)
-    for bucket, B, W in ((Bucket("prefill", 1, 32), 1, 1), (decode(2, drafts + 1), 2, drafts + 1)):
+    for bucket, B, W in ((Bucket("prefill", 1, 32), 1, 1), (decode(2, drafts + 1), 2, drafts + 1), (SCORE.bucket(2, 16), 2, 16)):
         for logits, most in ((True, 0), (False, 0), (True, 5)):
+            if bucket.kind == SCORE.name and not most:
+                with pytest.raises(SpecError, match=r"score-b2-q16, which gives log probabilities .*; legal is at least 1"):
+                    step.program(random.model, bucket, limits, torch.float32, emit_logits=logits, max_logprobs=most)
+                continue
             program = step.program(random.model, bucket, limits, torch.float32, emit_logits=logits, max_logprobs=most)
             assert program.name == f"random/{bucket.name}"
             assert program.inputs == StepInputs(bucket, limits, logprobs=most > 0).avals()
@@ -173,7 +178,7 @@ def test_programs_declare_their_inputs_outputs_and_state(drafts):
                 declared["top_ids"] = ((B, W, most), torch.int32)
             assert {name: (tuple(t.shape), t.dtype) for name, t in outputs.items()} == declared
             read = {output.name: len(output.dims) for output in kind_of(bucket).outputs}
-            assert {name: t.dim() for name, t in outputs.items() if name != "logits"}.items() <= read.items()
+            assert {name: t.dim() for name, t in outputs.items()}.items() <= read.items()
             assert [(p, tuple(t.shape), t.dtype) for p, t in tree.flatten(state)] == [
                 (p, aval.shape, aval.dtype) for p, aval in tree.flatten(program.state)
             ]

@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-NAMES = {"decode", "encode", "prefill"}
+NAMES = {"decode", "encode", "prefill", "score"}
 HOME = "graphs/steps/"
 # What instances of a deployment do is called the same, and is no kind of step.
 INSTANCES = {"phase", "role", "kv_role", "mode"}

@@ -132,9 +132,9 @@ def planned(model: Path, **options: Any) -> Plan:
 
 
 def prefill_sized(options: dict[str, Any]) -> dict[str, Any]:
-    """The options, with prefill sizes that are given as numbers of tokens as those of one prompt."""
-    sizes = options["prefill"]
-    return {**options, "prefill": sizes and tuple(PrefillSize(size) if isinstance(size, int) else size for size in sizes)}
+    """The options, with sizes of chunks that are given as numbers of tokens as those of one prompt."""
+    chunks = {name: options[name] for name in ("prefill", "score") if options.get(name)}
+    return options | {name: tuple(PrefillSize(size) if isinstance(size, int) else size for size in sizes) for name, sizes in chunks.items()}
 
 
 def built(new_plan: Plan, out: Path, *, fresh: bool = False, progress: Progress = QUIET) -> driver.BuildReport:

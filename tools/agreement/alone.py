@@ -108,7 +108,7 @@ def rows_alone(
         inputs = {leaf.path: _widened(leaf, inputs[leaf.path], case.kind.padding[leaf.path]) for leaf in signature.inputs}
         written = [row.slots if is_state_slots(leaf) else places.of(leaf) for leaf in signature.state]
         after = [pool[at] for pool, at in zip(pools, written, strict=True)]
-        if any(output.isnan().any() for output in outputs.values()):
+        if any(output[0][case.kind.live(name, row.count)].isnan().any() for name, output in outputs.items()):
             raise VerifyError(f"{bucket.name} (eager): a row alone gives NaN, which is what fills all places that no row may read")
         found.append(RowAlone(row, share >= batch, inputs, outputs, before, after))
     return found

@@ -56,18 +56,24 @@ def differences_of(
     State is infinitely wrong where a step writes what no row may, or says that rows of a picture are not finite.
 
     Args:
-        expected, actual: outputs by name, those expected of each live row.
+        expected, actual: outputs by name, those expected of each live row; of those as wide as a chunk its tokens are compared.
         after: each state leaf with the pool that the second run left.
         values: those of a live row in the pool at a position, as either run left them, and on request only those of accepted tokens.
     """
+    kind, counts = case.kind, {live.row: live.count for live in case.live}
+
+    def pair(name: str, row: int) -> tuple[torch.Tensor, torch.Tensor]:
+        own = kind.live(name, counts[row])
+        return expected[name][row][own], actual[name][row][own]
+
     stray = any(_has_strays(case, leaf, pool) for leaf, pool in after)
     written = {position: leaf for position, (leaf, _) in enumerate(after) if leaf.aval.axes[0] in case.kind.writes}
     # Values that depend on a token are compared only in rows whose tokens agree.
-    same = {row for row in case.rows if all(torch.equal(expected[name][row], actual[name][row]) for name in TOKENS if name in expected)}
+    same = {row for row in case.rows if all(torch.equal(*pair(name, row)) for name in TOKENS if name in expected)}
     logits, state = list[float](), list[float]()
     for live in case.live:
         row, names = live.row, [name for name in LOGITS if name in expected and (name == "logits" or live.row in same)]
-        logits.append(max((measure([(expected[name][row], actual[name][row])]) for name in names), default=0.0))
+        logits.append(max((measure([pair(name, row)]) for name in names), default=0.0))
         main = {position: _of_main_layers(leaf) for position, leaf in written.items()}
         compared = [position for position, own in main.items() if own or row in same]
         error = max((measure(values(position, live, not main[position])) for position in compared), default=0.0)

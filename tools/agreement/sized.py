@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -36,7 +37,9 @@ class LiveRows:
             return values
         results = [torch.zeros(aval.shape, dtype=aval.dtype) for aval in self._outputs]
         for result, value in zip(results, values, strict=True):
-            result[rows] = value
+            # Outputs may be as wide as these chunks.
+            wide: tuple[Any, ...] = rows, *map(slice, value.shape[1:])
+            result[wide] = value
         return results
 
 

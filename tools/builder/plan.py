@@ -19,7 +19,7 @@ from .pictures import choose_encode
 from .planned import Options, Plan
 from .precision import check_kv_cache, choose_dtype, choose_formats, choose_logprobs, choose_weights
 from .settings.table import SETTINGS
-from .sizes import choose_adjusted, choose_checkpoint_slots, choose_prefill, decode_sizes, say_length
+from .sizes import choose_adjusted, choose_checkpoint_slots, choose_chunks, decode_sizes, say_length
 
 __all__ = ["Options", "Plan", "default_out", "plan"]
 
@@ -33,7 +33,7 @@ def say_who(plan: Plan) -> Plan:
 RULES: tuple[Callable[[Plan], Plan], ...] = (
     *(choose_backend, choose_platform, choose_dtype, choose_formats, fit_machine, say_length, choose_checkpoint_slots, choose_adjusted),
     *(
-        choose_prefill,
+        choose_chunks,
         say_drafts,
         choose_encode,
         say_ends,

@@ -67,6 +67,7 @@ class Options:
     expert_map: str | None = None
     expert_counts: bool | None = None
     prefill_cp: int | None = None
+    score: tuple[PrefillSize, ...] | None = None
 
 
 @dataclass(frozen=True)

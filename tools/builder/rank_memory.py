@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from ...graphs.ops import fused_experts
+from ...graphs.steps.prefill import PREFILL
 from ...graphs.steps.table import kind_of
 from ...graphs.types import WORLD, Bucket, Leaf, Signature
 from ...lowering.artifact.artifact import GraphEntry, Manifest
@@ -147,7 +148,7 @@ def fit_prompts(plan: Plan) -> Plan:
     The largest prefill is partitioned to know its activations. A plan whose weights and pools alone do not fit is left to
     `check_before_lowering`, which says what does.
     """
-    together = max((bucket for bucket in plan.buckets if kind_of(bucket).chunks), default=None)
+    together = max(PREFILL.among(plan.buckets), default=None)
     if not plan.deployment or together is None or together.batch == 1:
         return plan
     signature = programs.leaves(plan.model, plan.limits, plan.dtype)

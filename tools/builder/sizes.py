@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ...graphs.errors import SpecError
+from ...graphs.steps.kind import StepKind
 from ...graphs.steps.prefill import PREFILL
+from ...graphs.steps.score import SCORE
 from ...graphs.types import Limits
 from ...lowering.backend import backend
 from ...models import registry
-from ..notation import PrefillSize
+from ..notation import PrefillSize, format_prefill
 from .deployments import deployment, prefill_sizes
 from .instance import Instance
 from .planned import Options, Plan
@@ -55,33 +57,42 @@ def _default_sizes(options: Options, instance: Instance) -> tuple[int, ...]:
     return tuple(size for size in sizes if size <= most)
 
 
-def choose_prefill(plan: Plan) -> Plan:
-    """The plan with its prefill buckets before its decode buckets, smallest first; sizes that exceed the context are left out.
+def choose_chunks(plan: Plan) -> Plan:
+    """The plan with its prefill and score buckets before its decode buckets, smallest first; sizes that exceed the context are left out.
 
     Raises:
-        SpecError: no prompt fits the context, or a step has more prompts than there are requests in flight.
+        SpecError: no prompt fits the context, or a step has more prompts than there are requests in flight; or score buckets of an
+            instance that only decodes, or beside steps that give no log probabilities.
     """
+    options = plan.options
+    if options.score and (plan.phase == "decode" or options.max_logprobs == 0):
+        what = "an instance that only decodes" if plan.phase == "decode" else "--max-logprobs 0"
+        raise SpecError(f"--score {format_prefill(options.score)} and {what}; legal is one of both")
+    prefill = _default_prefill(plan) if options.prefill is None else options.prefill
+    if prefill or options.prefill is not None:
+        plan = _with_chunks(plan, PREFILL, prefill)
+    return _with_chunks(plan, SCORE, options.score) if options.score else plan
+
+
+def _with_chunks(plan: Plan, kind: StepKind, sizes: tuple[PrefillSize, ...]) -> Plan:
     requests, length = plan.limits.num_request_slots - 1, plan.limits.max_model_len
-    sizes = _default_prefill(plan) if plan.options.prefill is None else plan.options.prefill
-    if plan.options.prefill is None and not sizes:
-        return plan
     sizes = tuple(sorted(set(sizes)))
     fitting = [size for size in sizes if size.tokens <= length]
     if not fitting:
         named = ",".join(map(str, sizes))
-        raise SpecError(f"no prefill of {named} tokens fits max_model_len {length}; legal are sizes from 1 to {length}")
+        raise SpecError(f"no {kind.name} of {named} tokens fits max_model_len {length}; legal are sizes from 1 to {length}")
     most = max(fitting, key=lambda size: size.prompts)
     if most.prompts > requests:
         raise SpecError(
-            f"--prefill {most} takes {most.prompts} prompts a step, and {requests} requests are in flight; legal are up to that"
+            f"--{kind.name} {most} takes {most.prompts} prompts a step, and {requests} requests are in flight; legal are up to that"
         )
     if plan.model.config.variant.sliced and (odd := [size for size in fitting if size.tokens % (2 * plan.mesh.axis("tp"))]):
         even = 2 * plan.mesh.axis("tp")
         why = f"each of --prefill-cp {even // 2} ranks has two slices of a chunk"
-        raise SpecError(f"--prefill {odd[0]}: {why}; legal are multiples of {even}")
-    buckets = sorted(PREFILL.bucket(size.prompts, size.tokens) for size in fitting)
+        raise SpecError(f"--{kind.name} {odd[0]}: {why}; legal are multiples of {even}")
+    buckets = sorted(kind.bucket(size.prompts, size.tokens) for size in fitting)
     longer = ", ".join(str(size) for size in sizes if size not in fitting)
-    note = f"no prefill of {longer} tokens: longer than the context of {length}" if longer else None
+    note = f"no {kind.name} of {longer} tokens: longer than the context of {length}" if longer else None
     return replace(plan, buckets=(*buckets, *plan.buckets)).noted(note)
 
 

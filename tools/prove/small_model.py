@@ -11,7 +11,6 @@ import torch
 from ...graphs import tree
 from ...graphs.ops.fused_experts import FEWEST_TOKENS
 from ...graphs.steps.decode import DECODE
-from ...graphs.steps.prefill import PREFILL
 from ...graphs.steps.table import STEP_KINDS, kind_of
 from ...graphs.types import Bucket, Limits, Mesh, Rules
 from ...lowering.artifact.manifest import GraphEntry, Manifest
@@ -223,7 +222,7 @@ def _bucket(form: Form, entries: tuple[GraphEntry, ...], tp: int) -> Bucket:
         sizes = sorted(range(1, longest + 1), key=lambda q_len: abs(q_len - min(longest, CHUNK_TOKENS)))
         # With several prompts one row is padding, where the bucket has as many.
         batches = range(min(smallest.batch, MAX_REQUESTS + 1), smallest.batch + 1)
-        candidates = [PREFILL.bucket(batch, q_len) for q_len in sizes for batch in batches]
+        candidates = [STEP_KINDS[form.kind].bucket(batch, q_len) for q_len in sizes for batch in batches]
     # Each device has the tokens that fused experts want, in each part.
     candidates = [bucket for bucket in candidates if share(bucket, bucket.tokens, tp) >= fewest]
     candidates = [bucket for bucket in candidates if _parts(share(bucket, bucket.tokens, tp), form.parts) == form.parts]

@@ -8,9 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ...graphs.steps import request_slot
-from ...graphs.steps.decode import DECODE
 from ...graphs.steps.inputs import AXES
-from ...graphs.steps.prefill import PREFILL
 from ...graphs.steps.table import StepInputs, kind_of
 from ...graphs.types import Bucket, Leaf
 from ..agreement.poisoned_steps import LiveRow, adjust, fill_row, random_words
@@ -133,9 +131,10 @@ class _Recorder:
         self.reference = ReferenceRun(small.reference, small.limits, model_params(small.reference, checkpoint), small.max_logprobs)
         self.leaves = self.reference.leaves(small.cases[0].bucket)
         self.request_slots = request_slot_pool(self.leaves)
-        self.of_kind = {kind: [case for case in small.cases if case.form.kind == kind] for kind in (PREFILL.name, DECODE.name)}
-        self.steps_left = small.decode_steps * len(self.of_kind[DECODE.name])
-        self.decoded = dict.fromkeys(self.of_kind[DECODE.name], 0)
+        self.chunks = [case for case in small.cases if kind_of(case.bucket).chunks]
+        self.decodes = [case for case in small.cases if kind_of(case.bucket).decodes]
+        self.steps_left = small.decode_steps * len(self.decodes)
+        self.decoded = dict.fromkeys(self.decodes, 0)
         self.states = [self._empty_pools() for _ in range(small.mesh.axis("dp"))]
         self.groups = [self._requests(group) for group in range(len(self.states))]
 
@@ -152,7 +151,7 @@ class _Recorder:
 
     def _requests(self, group: int) -> list[TraceRequest]:
         limits, most = self.small.limits, self.small.requests
-        chunk = max((case.bucket.q_len for case in self.of_kind[PREFILL.name]), default=2 * PROMPT_EXCESS)
+        chunk = max((case.bucket.q_len for case in self.chunks), default=2 * PROMPT_EXCESS)
         prompts = [chunk + min(PROMPT_EXCESS - group % 5, chunk), 1 + group % 7, chunk // 2 + group % 3]
         prompts = [min(length, chunk) for length in prompts] if self._idles(group) else prompts
         free, requests = FreePlaces(limits, self.generator), []
@@ -163,7 +162,7 @@ class _Recorder:
             if i == 2 and self.steps_left:
                 # Its context ends with the last step if it accepts one draft in all.
                 self._set_random_state(self.states[group], request, limits.max_model_len - self.steps_left - 1)
-            elif not self.of_kind[PREFILL.name]:
+            elif not self.chunks:
                 self._set_random_state(self.states[group], request, len(request.prompt))
             requests.append(request)
         return requests
@@ -186,9 +185,9 @@ class _Recorder:
                 pool[request.own.request_slot] = slot
 
     def prefill(self) -> Iterator[TraceStep]:
-        """Steps until no prompt is left, with each prefill bucket in turn."""
+        """Steps until no prompt is left, with each bucket for chunks of prompts in turn."""
         number = 0
-        while cases := self.of_kind[PREFILL.name]:
+        while cases := self.chunks:
             waiting = [[request for request in group if request.prompt] for group in self.groups]
             if not any(waiting):
                 return
@@ -200,7 +199,7 @@ class _Recorder:
     def decode(self) -> Iterator[TraceStep]:
         """`decode_steps` steps of each decode bucket, in turn."""
         for number in range(self.small.decode_steps):
-            for case in self.of_kind[DECODE.name]:
+            for case in self.decodes:
                 self.steps_left -= 1
                 # One row is padding if the batch has room for it; requests rotate, so that one left out is in the next step.
                 most = max(1, case.bucket.batch - 1)
@@ -267,7 +266,7 @@ class _Recorder:
         """The row's next chunk, and numbers by name of the input."""
         chunk = request.prompt[: bucket.q_len]
         numbers = {"num_computed_tokens": request.cached, "query_lens": len(chunk), "state_slots_in": request.own.slots[0]}
-        return chunk, {**numbers, **({"next_tokens": [*request.prompt, -1][len(chunk)]} if self.drafts else {})}
+        return chunk, {**numbers, **({"next_tokens": [*request.prompt, -1][len(chunk)]} if self.drafts or kind_of(bucket).wide else {})}
 
     def _decode_row(self, request: TraceRequest) -> tuple[list[int], dict[str, float]]:
         """No tokens, which are in the request slot, and the smallest start that a host assumes which has not read the last step."""
@@ -303,7 +302,8 @@ class _Recorder:
     ) -> tuple[int, int]:
         """Moves a request behind a step; returns how many results of its row count, and by how many tokens its caches grew."""
         if kind_of(bucket).chunks:
-            valid, taken = 1, int(inputs["query_lens"][row])
+            taken = int(inputs["query_lens"][row])
+            valid = taken if kind_of(bucket).wide else 1
             request.prompt, request.written = request.prompt[taken:], request.own.slots[:1]
         else:
             valid = min(1 + int(inputs["drafts"][row]), self.small.limits.max_model_len - request.cached)

@@ -17,7 +17,7 @@ import torch
 
 from ....graphs import compile_count
 from ....graphs.errors import LoweringError
-from ....graphs.step_inputs import LEAST_CHUNK
+from ....graphs.step_inputs import kind_of
 from ....graphs.types import Bucket
 from ... import isa
 from ...backend import Backend, Compiled, Kind, Part, Parts
@@ -226,7 +226,7 @@ class Inductor(Backend):
         """Two buckets whose graphs tell what in one is a size (sizes.py); none where it is smaller than any size may be."""
         from .sizes import samples
 
-        return () if bucket.kind == "prefill" and bucket.q_len < LEAST_CHUNK else samples(bucket)
+        return () if bucket.q_len < kind_of(bucket).least else samples(bucket)
 
     def kind(self, samples: Sequence[Lowered], *, threads: int) -> Kind:
         """What the graphs of a kind have in common: all but numbers that are made of sizes.

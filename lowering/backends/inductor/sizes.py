@@ -22,7 +22,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.utils import _pytree as pytree
 
 from ....graphs.errors import LoweringError
-from ....graphs.step_inputs import LEAST_CHUNK, OPTIONAL_ROWS
+from ....graphs.step_inputs import LEAST_CHUNK, OPTIONAL_ROWS, kind_of
 from ....graphs.types import Bucket, Function, Signature
 
 Sizes = Mapping[str, int]
@@ -47,7 +47,7 @@ DIGEST = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
 
 def samples(bucket: Bucket) -> tuple[Bucket, Bucket]:
     """Two buckets whose graphs tell what in those of this kind is a size. Decode steps have one width, of which nothing is padded."""
-    widths = (bucket.q_len, bucket.q_len) if bucket.kind == "decode" else _TOKENS
+    widths = _TOKENS if kind_of(bucket).ragged else (bucket.q_len, bucket.q_len)
     first, second = (Bucket(bucket.kind, rows, width) for rows, width in zip(_ROWS, widths, strict=True))
     return first, second
 
@@ -55,7 +55,7 @@ def samples(bucket: Bucket) -> tuple[Bucket, Bucket]:
 def sizes_of(bucket: Bucket | Function, signature: Signature) -> Sizes:
     """The sizes that executables of this kind take as values; a function has none."""
     assert isinstance(bucket, Bucket)
-    widths = {} if bucket.kind == "decode" else {TOKENS: bucket.q_len}
+    widths = {TOKENS: bucket.q_len} if kind_of(bucket).ragged else {}
     return {ROWS: bucket.batch, **widths} | {leaf.path: leaf.aval.shape[0] for leaf in signature.inputs if leaf.path in OPTIONAL_ROWS}
 
 

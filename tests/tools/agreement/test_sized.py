@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -9,17 +10,22 @@ import torch
 from support import tiny
 
 from npucompile.graphs.errors import VerifyError
-from npucompile.graphs.steps.table import StepInputs
+from npucompile.graphs.steps.table import StepInputs, kind_of
 from npucompile.graphs.types import Bucket
 from npucompile.lowering.artifact.artifact import Artifact
 from npucompile.lowering.backend import open_executable
 from npucompile.runtime.steps.resized import resized
 from npucompile.tools.agreement import alone, executables
 from npucompile.tools.agreement.sized import signature_of
+from npucompile.tools.notation import PrefillSize
 
 
 class AnySize:
-    """Takes any rows and tokens a row, and runs each row alone in the eager graph of one row; `error` is added where there are several."""
+    """Takes any rows and tokens a row, and runs each row alone in the eager graph of one row; `error` is added where there are several.
+
+    Attributes:
+        spoiled: of log probabilities which places along a chunk are off, by its length.
+    """
 
     backend = "stub"
 
@@ -29,7 +35,8 @@ class AnySize:
         self.eager, self.limits = open_executable(artifact.path / entry.reference, "eager"), manifest.limits
         self.bucket, self.names = entry.bucket, [leaf.path for leaf in entry.inputs]
         self.sizes: list[tuple[int, ...]] = []
-        self.error = 0.0
+        self.error, self.outputs = 0.0, [leaf.path for leaf in entry.outputs]
+        self.spoiled: Callable[[int], slice] = lambda count: slice(0)
 
     def __call__(self, operands: list[torch.Tensor]) -> list[torch.Tensor]:
         shared = operands[: -len(self.names)]
@@ -40,27 +47,48 @@ class AnySize:
             own = resized(inputs, [row], StepInputs(self.bucket, self.limits, "logprobs" in inputs))
             rows.append(self.eager([*shared, *(torch.from_numpy(own[name]) for name in self.names)]))
         results = [torch.cat(of) for of in zip(*rows, strict=True)]
+        if wide := kind_of(self.bucket).wide:
+            results = [of[:, : self.sizes[-1][1]] if name in wide else of for name, of in zip(self.outputs, results, strict=True)]
+            for row, count in enumerate(inputs["query_lens"].tolist()):
+                results[self.outputs.index("chosen_logprobs")][row, self.spoiled(count)] += 0.01
         return [result + self.error if result.is_floating_point() and len(rows) > 1 else result for result in results]
+
+
+def compiled(directory, names, monkeypatch, any_size=True):
+    """An artifact of which some buckets have executables that take any size, and these by name."""
+    tiny.with_compiled(directory, "stub", names)
+    artifact = tiny.published(
+        directory,
+        lambda manifest, _: replace(
+            manifest, graphs=tuple(replace(entry, any_size=any_size and entry.bucket.name in names) for entry in manifest.graphs)
+        ),
+    )
+    opened = {entry.compiled.file: AnySize(artifact, entry.bucket) for entry in artifact.manifest.graphs if entry.compiled}
+    monkeypatch.setattr(
+        executables, "open_executable", lambda path, name: opened[f"graphs/{path.name}"] if name == "stub" else open_executable(path, name)
+    )
+    by_name = {entry.bucket.name: opened[entry.compiled.file] for entry in artifact.manifest.graphs if entry.compiled}
+    return artifact, by_name
 
 
 @pytest.fixture
 def taking_any(own_artifact, monkeypatch):
-    """An artifact of which some buckets have executables that take any size, and these by name."""
-    names = ("prefill-b1-q4", "prefill-b1-q16", "decode-b2-q4", "decode-b4-q4")
-    tiny.with_compiled(own_artifact, "stub", names)
-    artifact = tiny.published(
-        own_artifact,
-        lambda manifest, _: replace(
-            manifest, graphs=tuple(replace(entry, any_size=entry.bucket.name in names) for entry in manifest.graphs)
-        ),
-    )
-    graphs = artifact.manifest.graphs
-    opened = {entry.compiled.file: AnySize(artifact, entry.bucket) for entry in graphs if entry.any_size}
-    monkeypatch.setattr(
-        executables, "open_executable", lambda path, name: opened[f"graphs/{path.name}"] if name == "stub" else open_executable(path, name)
-    )
-    by_name = {entry.bucket.name: opened[entry.compiled.file] for entry in graphs if entry.any_size}
-    return artifact, by_name
+    return compiled(own_artifact, ("prefill-b1-q4", "prefill-b1-q16", "decode-b2-q4", "decode-b4-q4"), monkeypatch)
+
+
+@pytest.mark.parametrize("any_size", [False, True])
+@pytest.mark.parametrize("name", ["score-b1-q8", "score-b3-q8"])
+def test_outputs_as_wide_as_a_chunk_are_compared_where_a_row_has_tokens(tmp_path, tiny_checkpoint, monkeypatch, name, any_size):
+    sizes = {"buckets": (1,), "prefill": (4,), "score": (8, PrefillSize(8, 3)), "num_speculative_tokens": 0, "max_num_seqs": 4}
+    tiny.built(tiny.planned(tiny_checkpoint, **sizes), tmp_path / "out")
+    artifact, opened = compiled(tmp_path / "out", (name,), monkeypatch, any_size)
+    entry = next(entry for entry in artifact.manifest.graphs if entry.bucket.name == name)
+    opened[name].spoiled = lambda count: slice(count, None)
+    assert executables.Proof(artifact).entry(artifact, entry)["logits_error"] <= 1e-5
+    for place in (slice(0, 1), slice(-1, None)):
+        opened[name].spoiled = lambda count, place=place: slice(*place.indices(count))
+        with pytest.raises(VerifyError, match=rf"^{name} \(stub\) against eager rows run alone: logits differ by"):
+            executables.Proof(artifact).entry(artifact, entry)
 
 
 def test_they_run_without_padding_and_with_several_prompts(taking_any):

@@ -49,6 +49,18 @@ def test_prompts_beyond_the_context_or_the_requests_in_flight_are_left_out_or_re
         planned(**place, prefill=(PrefillSize(64, 9),))
 
 
+def test_prompts_are_scored_in_steps_of_sizes_that_are_asked_for() -> None:
+    place = {"target": "ascend-a3", "mesh": "tp=8", "max_model_len": 1024, "buckets": (8,), "prefill": (PrefillSize(128),)}
+    plan, prefill = planned(**place, score=(PrefillSize(64, 2), PrefillSize(256)))
+    assert ([bucket.name for bucket in plan.buckets if bucket.kind == "score"], prefill) == (["score-b1-q256", "score-b2-q64"], ["b1-q128"])
+    assert plan.arguments[plan.arguments.index("--score") + 1] == "256,2x64"
+    assert not [bucket for bucket in planned(**place)[0].buckets if bucket.kind == "score"]
+    with pytest.raises(SpecError, match="--score 9x64 takes 9 prompts a step"):
+        planned(**place, score=(PrefillSize(64, 9),))
+    with pytest.raises(SpecError, match="--score 64 and --max-logprobs 0; legal is one of both"):
+        planned(**place, score=(PrefillSize(64),), max_logprobs=0)
+
+
 def test_cached_tokens_are_bounded_in_whole_pages_that_hold_a_request(tiny_checkpoint):
     free = tiny.planned(tiny_checkpoint, buckets=(4,), max_model_len=64).limits
     assert (free.num_pages - 1) * free.page_size == 4 * 64

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from ....graphs.errors import SpecError
+from ....graphs.steps.prefill import PREFILL
 from ....graphs.steps.table import kind_of
 from ....graphs.types import Mesh
 from ....lowering.artifact.artifact import Artifact, GraphEntry
@@ -103,7 +104,7 @@ def serve(
     if longest > limits.max_model_len:
         raise SpecError(f"a request of {longest} tokens; {artifact.path} serves up to {limits.max_model_len}")
     decode = sorted((entry for entry in manifest.graphs if kind_of(entry.bucket).decodes), key=lambda entry: entry.bucket)
-    prefill = {(e.bucket.batch, e.bucket.q_len): e for e in manifest.graphs if kind_of(e.bucket).chunks}
+    prefill = {(e.bucket.batch, e.bucket.q_len): e for e in manifest.graphs if e.bucket.kind == PREFILL.name}
     if not decode or not prefill:
         raise SpecError(f"{artifact.path} has {len(decode)} decode and {len(prefill)} prefill buckets; serving needs at least one of each")
     shortest = min(workload.inputs)

@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 
+from ....graphs.steps.kind import StepKind
+from ....graphs.steps.prefill import PREFILL
+from ....graphs.steps.score import SCORE
 from ....graphs.steps.table import kind_of
 from ....graphs.types import DTYPES, Mesh
 from ....lowering.artifact.manifest import Manifest
@@ -43,8 +46,16 @@ class Recorded:
     @property
     def prefill(self) -> str | None:
         """Prefill sizes, in the notation of the option; None where there are none."""
-        buckets = [entry.bucket for entry in self.manifest.graphs if kind_of(entry.bucket).chunks]
-        return format_prefill(list({PrefillSize(bucket.q_len, bucket.batch) for bucket in buckets})) if buckets else None
+        return self._chunks(PREFILL)
+
+    @property
+    def score(self) -> str | None:
+        """Sizes of score steps, in the same notation."""
+        return self._chunks(SCORE)
+
+    def _chunks(self, kind: StepKind) -> str | None:
+        buckets = kind.among(entry.bucket for entry in self.manifest.graphs)
+        return format_prefill([PrefillSize(bucket.q_len, bucket.batch) for bucket in buckets]) if buckets else None
 
     @property
     def encode(self) -> str | None:

@@ -39,11 +39,16 @@ def _read_buckets(text: str) -> tuple[int, ...] | str:
     return text if text.partition(":")[0] == "auto" else parse_buckets(text)
 
 
-def _of_kind(plan: Any, mark: str) -> list[Any]:
-    """The buckets of steps whose kind has a mark."""
-    from ....graphs.steps.table import kind_of  # Late: it loads torch, and `--help` needs none.
+def _of_kind(plan: Any, kind: str) -> list[Any]:
+    """The buckets of a kind of steps, smallest first."""
+    from ....graphs.steps import table  # Late: it loads torch, and `--help` needs none.
 
-    return [bucket for bucket in plan.buckets if getattr(kind_of(bucket), mark)]
+    return list(getattr(table, kind).among(plan.buckets))
+
+
+def _chunks(plan: Any, kind: str) -> str:
+    """The sizes of those whose rows are chunks."""
+    return format_prefill([PrefillSize(bucket.q_len, bucket.batch) for bucket in _of_kind(plan, kind)])
 
 
 def _encode_argument(sizes: list[EncodeSize], plan: Any) -> str:
@@ -61,7 +66,7 @@ BUCKETS = Setting(
     "buckets",
     "Decode batch sizes (of one dp group), e.g. 2,4,...,64; auto: for the deployment's traffic, auto:FILE: `plan --buckets-out FILE`.  "
     f"[default: {format_buckets(DEFAULT_BUCKETS)}, on this machine what memory has room for of {format_buckets(CPU_BUCKETS)}, {_OR_ROW}",
-    lambda plan: ",".join(map(str, dict.fromkeys(bucket.batch for bucket in _of_kind(plan, "decodes")))),
+    lambda plan: ",".join(map(str, dict.fromkeys(bucket.batch for bucket in _of_kind(plan, "DECODE")))),
     read=_read_buckets,
     extra={"metavar": "LIST"},
     by=lambda plan, quantised: PLAN if plan.target.local and not plan.deployment else by_row(plan, quantised),
@@ -81,7 +86,7 @@ PREFILL = Setting(
     "prefill",
     "Prefill sizes: tokens of one prompt, or PROMPTSxTOKENS (of one dp group), e.g. 2048,4x512.  "
     f"[default: {format_prefill(ANY_SIZE_PREFILL)}, uncompiled {format_prefill(DEFAULT_PREFILL)}, {_OR_ROW}",
-    lambda plan: format_prefill([PrefillSize(bucket.q_len, bucket.batch) for bucket in _of_kind(plan, "chunks")]),
+    lambda plan: _chunks(plan, "PREFILL"),
     read=parse_prefill,
     extra={"metavar": "LIST"},
     by=by_row,
@@ -95,12 +100,22 @@ PREFILL = Setting(
         "--max-prefill-tokens": f"it counts all prompts of a step; {_CHUNK}, or --prefill 4x512 for several",
     },
 )
+SCORE = Setting(
+    "score",
+    "Sizes of steps that give log probabilities of prompts, in the notation of --prefill.  [default: none, and decode steps give them]",
+    lambda plan: _chunks(plan, "SCORE"),
+    read=parse_prefill,
+    extra={"metavar": "LIST", "hidden": True},
+    recorded=lambda recorded: recorded.score,
+    what=lambda value, recorded: f"Prompts whose log probabilities are wanted take steps of {value} tokens{recorded.group}.",
+    change="a step has logits of the whole vocabulary for each of its tokens in memory",
+)
 ENCODE = Setting(
     "encode",
     "Encode sizes, for pictures: patches of one segment (a picture, or two frames), or PATCHESxSEGMENTS (of one dp group), e.g. "
     f"256x4,1024; none takes no pictures.  [default: {format_encode(DEFAULT_ENCODE)} for a checkpoint with a vision tower on this machine, "
     "and for deployments that take pictures, else none]",
-    lambda plan: _encode_argument([EncodeSize(b.q_len, b.batch) for b in _of_kind(plan, "tower")], plan),
+    lambda plan: _encode_argument([EncodeSize(b.q_len, b.batch) for b in _of_kind(plan, "ENCODE")], plan),
     read=parse_encode,
     extra={"metavar": "LIST"},
     by=by_plan,

@@ -10,6 +10,7 @@ from .record import Setting
 SETTINGS = (
     sizes.BUCKETS,
     sizes.PREFILL,
+    sizes.SCORE,
     sizes.ENCODE,
     sizes.LANGUAGE_MODEL_ONLY,
     sizes.MAX_MODEL_LEN,

@@ -128,9 +128,8 @@ class Comparison:
 
 def _taken(outputs: Outputs, row: int) -> list[int]:
     """The tokens of a row that a step sampled and accepted."""
-    count = int(outputs["counts"][row]) if "counts" in outputs else 1
-    tokens: list[int] = np.asarray(outputs["tokens"])[row, : max(0, count)].tolist()
-    return tokens
+    tokens: list[int] = np.asarray(outputs["tokens"])[row].tolist()
+    return tokens[: max(0, int(outputs["counts"][row]))] if "counts" in outputs else tokens
 
 
 def one_after_another(
