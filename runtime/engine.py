@@ -13,6 +13,7 @@ from queue import Queue
 from typing import Any
 
 from ..graphs.errors import RequestError
+from ..graphs.steps.score import SCORE
 from . import delivery
 from .delivery import Live, Sink
 from .executor import Executor, ExecutorError
@@ -118,7 +119,9 @@ class Engine:
             self._live[request.id] = Live(sink, arrival)
             record = ExecutionRecord(accepted_per_position=(0,) * limits.drafts)
             came_ms = self.stepper.now_ms() - request.waited_ms
-            self._inbox.append(RequestState(request, arrival, came_ms, record, unscored=request.num_scored))
+            # A server that is handed a prompt over has it computed, and one that hands it over is asked for no scores.
+            in_chunks = bool(SCORE.among(self.executor.buckets)) and not request.handover
+            self._inbox.append(RequestState(request, arrival, came_ms, record, unscored=request.num_scored, in_chunks=in_chunks))
             if not self._holds:
                 self._wake.notify_all()
 

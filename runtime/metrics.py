@@ -76,7 +76,7 @@ class Metrics:
                     continue
                 token_ids, num_drafts, _, _, _, not_finite = tokens
                 count, request = len(token_ids), state.request
-                computed += count
+                computed += count if decoding else min(count, row.samples)
                 self.not_finite += not_finite
                 if num_drafts:
                     verified.append((num_drafts, count - 1))
@@ -92,7 +92,7 @@ class Metrics:
 
     def _count_first(self, row: ScheduledRequest, count: int, continued: list[str], now_ms: float) -> None:
         """Counts the first token of an output, if that is among those of a row, or puts a request that has further ones to the others."""
-        index, request = row.output_index, row.request
+        index, request = row.first_index, row.request
         if index <= 0 and index + count >= min(request.max_tokens, 1):
             self.prompt_tokens += len(request.prompt)
             if request.max_tokens:

@@ -26,7 +26,7 @@ class SampledTokens(NamedTuple):
     """The tokens that a step sampled for one request.
 
     Attributes:
-        token_ids: those that count; none after a prefill chunk that is not the last.
+        token_ids: those that count; none after a prefill chunk that is not the last. Of a score step the prompt's that it scored, first.
         num_drafts: drafts that were verified; all but the last of `token_ids` are accepted drafts.
         logprobs: of each token, if the request asks for them.
         failure: why there is no token after those; "" where there is.
@@ -104,39 +104,44 @@ def _read_group(
     outputs: Outputs, bucket: Bucket, part: GroupStep, group: GroupState, max_model_len: int, vocab_size: int
 ) -> Sequence[SampledTokens | None]:
     sampled = _array(outputs, "tokens", bucket)[: len(part.rows)]
-    counts = _array(outputs, "counts", bucket).tolist() if kind_of(bucket).decodes else [1] * bucket.batch
+    kind = kind_of(bucket)
+    ends = _array(outputs, "counts", bucket).tolist() if kind.decodes else [1] * bucket.batch
     all_legal = bool(sampled.min() >= 0 and sampled.max() < vocab_size)
     running = {request.arrival: request for request in group.running}
     results: list[SampledTokens | None] = []
-    for i, (row, own, count) in enumerate(zip(part.rows, sampled.tolist(), counts, strict=False)):
+    for i, (row, own, end) in enumerate(zip(part.rows, sampled.tolist(), ends, strict=False)):
         state = row.state
         request = running.get(state.arrival)
         if request is None:
             results.append(None)
-        elif not (state.decoding or row.samples):
+        elif not (state.decoding or row.samples or row.scores):
             results.append(SampledTokens())
         else:
             # No token lies beyond the longest context.
             num_drafts = min(row.num_tokens - 1, max_model_len - request.num_computed_tokens - 1) if state.decoding else 0
-            if not 1 <= count <= num_drafts + 1:
+            if not 1 <= end <= num_drafts + 1:
                 raise NpucompileError(
-                    f"the executor returned a count of {count} tokens for {request.id!r}, of which {num_drafts} drafts were "
+                    f"the executor returned a count of {end} tokens for {request.id!r}, of which {num_drafts} drafts were "
                     f"verified; legal is 1 to {num_drafts + 1}"
                 )
-            token_ids, failure = tuple(own[:count]), ""
+            begin = 0
+            if kind.wide:
+                # What follows each token of the chunk; of a row that scores none the last.
+                begin, end = 0 if row.scores else row.num_tokens - 1, row.num_tokens
+            token_ids, failure = tuple(own[begin:end]), ""
             if not all_legal and (min(token_ids) < 0 or max(token_ids) >= vocab_size):
                 failures = {UNDECIDED: _why_undecided(request), NON_FINITE: NOT_FINITE}
-                end = next((place for place, token in enumerate(token_ids) if token in failures), None)
-                if end is not None:
-                    failure, token_ids = failures[token_ids[end]], token_ids[:end]
+                place = next((place for place, token in enumerate(token_ids) if token in failures), None)
+                if place is not None:
+                    failure, token_ids = failures[token_ids[place]], token_ids[:place]
                 if not all(0 <= token < vocab_size for token in token_ids):
                     legal = f"legal is 0 to {vocab_size - 1}"
                     raise NpucompileError(f"the executor returned token ids {list(token_ids)} for {request.id!r}; {legal}")
             plain = state.request.plain
-            if not plain and row.forced:
+            if not plain and row.first_index < 0:
                 _check_forced(row, token_ids)
             most = state.request.logprobs if plain else row.logprobs
-            logprobs = () if most is None else _logprobs(outputs, bucket, most, i, len(token_ids))
+            logprobs = () if most is None else _logprobs(outputs, bucket, most, i, slice(begin, begin + len(token_ids)))
             # A mask hides what is no number from the sampled token, and not from its log probability.
             unknown = next((place for place, entry in enumerate(logprobs) if not math.isfinite(entry.logprob)), None) if logprobs else None
             if unknown is not None:
@@ -148,7 +153,7 @@ def _read_group(
 
 def _check_forced(row: ScheduledRequest, token_ids: tuple[int, ...]) -> None:
     """Refuses tokens other than the prompt's in places where these are scored."""
-    forced = row.forced[: len(token_ids)]
+    forced = row.request.prompt[row.first_index :][: len(token_ids)]
     if token_ids[: len(forced)] != forced:
         sampled = list(token_ids[: len(forced)])
         raise NpucompileError(f"the executor returned token ids {sampled} for {row.request.id!r}; legal is the prompt's {list(forced)}")
@@ -166,9 +171,9 @@ def _drafts(outputs: Outputs, bucket: Bucket, i: int) -> tuple[int, ...]:
     return tuple(_array(outputs, "drafts", bucket)[i].tolist()) if "drafts" in outputs else ()
 
 
-def _logprobs(outputs: Outputs, bucket: Bucket, most: int, i: int, count: int) -> tuple[Logprobs, ...]:
-    chosen = _array(outputs, "chosen_logprobs", bucket)[i, :count].tolist()
-    ids, values = (_array(outputs, name, bucket)[i, :count, :most].tolist() for name in ("top_ids", "top_logprobs"))
+def _logprobs(outputs: Outputs, bucket: Bucket, most: int, i: int, places: slice) -> tuple[Logprobs, ...]:
+    chosen = _array(outputs, "chosen_logprobs", bucket)[i, places].tolist()
+    ids, values = (_array(outputs, name, bucket)[i, places, :most].tolist() for name in ("top_ids", "top_logprobs"))
     return tuple(Logprobs(value, tuple(zip(*top, strict=True))) for value, *top in zip(chosen, ids, values, strict=True))
 
 
@@ -178,7 +183,7 @@ def _array(outputs: Outputs, name: str, bucket: Bucket) -> npt.NDArray[Any]:
         raise NpucompileError(f"the executor returned no {name}; it returned {', '.join(outputs)}")
     array, kind = np.asarray(outputs[name]), kind_of(bucket)
     output = next(output for output in kind.outputs if output.name == name)
-    sizes = {"B": bucket.batch, "W": kind.sampled(bucket)}
+    sizes = {"B": bucket.batch, "Q": bucket.q_len, "W": kind.sampled(bucket)}
     shape = [sizes.get(letter) for letter in output.dims]
     fits = array.ndim == len(shape) and all(legal in (None, size) for size, legal in zip(array.shape, shape, strict=True))
     if array.dtype.kind != output.kind or not fits:

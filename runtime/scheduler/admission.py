@@ -24,7 +24,7 @@ def check_kind(request: Request, buckets: Iterable[Bucket]) -> None:
         raise RequestError("this server has no decode buckets; legal are prompts for a decode server", code="no_bucket")
 
 
-def check(request: Request, limits: Limits, vocab_size: int, max_logprobs: int, max_ranked: int = 0) -> None:
+def check(request: Request, limits: Limits, vocab_size: int, max_logprobs: int, max_ranked: int = 0, *, scores: bool = False) -> None:
     """Checks that a request can be served.
 
     Args:
@@ -32,6 +32,7 @@ def check(request: Request, limits: Limits, vocab_size: int, max_logprobs: int, 
         vocab_size: V.
         max_logprobs: number of most likely tokens whose log probabilities steps return; 0 if they return none.
         max_ranked: number of most likely tokens that sampling may have to rank; 0 if any number.
+        scores: whether there are score steps.
 
     Raises:
         RequestError: it never can be served.
@@ -51,17 +52,17 @@ def check(request: Request, limits: Limits, vocab_size: int, max_logprobs: int, 
         if count is not None and not max_logprobs:
             raise RequestError(f"{name} is {count!r}; these graphs return none, so legal is null", param=name)
         _check_count(name, count, max_logprobs)
-    _check_scoring(request, limits)
+    _check_scoring(request, limits, scores)
     _check_count("speculative_tokens", request.speculative_tokens, limits.drafts)
     _check_restrictions(request, limits, vocab_size)
     if max_ranked:
         _check_ranked(request.sampling, vocab_size, max_ranked)
 
 
-def _check_scoring(request: Request, limits: Limits) -> None:
+def _check_scoring(request: Request, limits: Limits, scores: bool) -> None:
     if request.prompt_logprobs is None:
         return
-    if not limits.bitmasks:
+    if not limits.bitmasks and not (scores and not request.handover):
         why = "the tokens of a prompt are scored with bitmasks, and these graphs take none"
         message = f"prompt_logprobs is {request.prompt_logprobs}; {why}; legal is null, or a build with --structured-outputs"
         raise RequestError(message, param="prompt_logprobs")

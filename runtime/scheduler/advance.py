@@ -172,7 +172,7 @@ def computed(state: SchedulerState, step: ScheduledStep, results: Sequence[Group
 
 def _computed_row(max_model_len: int, request: RequestState, row: ScheduledRequest, tokens: SampledTokens) -> Computed:
     output, _ = request.clip_output(tokens.token_ids, max_model_len)
-    if request.unscored:
+    if request.unscored and not request.in_chunks:
         # Those of the prompt that the step scored are known now, as if they were output.
         output = (*tokens.token_ids[: request.unscored], *output)
     first = request.num_computed_tokens if row.state.decoding else None
@@ -212,7 +212,8 @@ def commit(
             if unfinished is not None:
                 running.append(unfinished)
             if group.turns is not None:
-                served[key_of(request)] = served.get(key_of(request), 0) + OUTPUT_WEIGHT * len(tokens.token_ids)
+                count = len(tokens.token_ids) if decodes else min(len(tokens.token_ids), 1)
+                served[key_of(request)] = served.get(key_of(request), 0) + OUTPUT_WEIGHT * count
         groups.append(replace(group, running=tuple(running), turns=group.turns.charged(served) if group.turns is not None else None))
     times = _measured(state, step, took_ms)
     acceptance = state.acceptance

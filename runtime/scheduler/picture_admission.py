@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from ...graphs.errors import RequestError
 from ...graphs.steps.encode import ENCODE, frames
 from ...graphs.steps.kind import SegmentSizes
+from ...graphs.steps.score import SCORE
 from ...graphs.types import Bucket, Limits
 from ..executor import Executor, ExecutorFacts
 from ..picture_spans import PictureInput
@@ -22,7 +23,8 @@ def check_served(request: Request, executor: Executor | ExecutorFacts) -> None:
         RequestError: it never can.
     """
     check_kind(request, executor.buckets)
-    check(request, executor.limits, executor.vocab_size, executor.max_logprobs, executor.max_ranked)
+    scores = bool(SCORE.among(executor.buckets))
+    check(request, executor.limits, executor.vocab_size, executor.max_logprobs, executor.max_ranked, scores=scores)
     if request.pictures:
         check_pictures(request, executor.limits, executor.buckets, executor.segments)
 

@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from ...graphs.errors import SpecError
 from ...graphs.steps.decode import DECODE
 from ...graphs.steps.encode import ENCODE
+from ...graphs.steps.kind import StepKind
 from ...graphs.steps.prefill import PREFILL
+from ...graphs.steps.score import SCORE
 from ...graphs.steps.table import kind_of
 from ...graphs.types import Bucket, Limits
 from ..steps.sizes import default_fixed_tokens
@@ -27,7 +29,7 @@ class Policy:
         itl_target_ms: how long the time between two tokens of a stream should be at most; prefill between two decode steps gets what
             a decode step leaves of it, instead of `prefill_burst` steps. None sets no such target. Only if times are measured.
         fixed_tokens: what every step costs whatever its size, in tokens (`lowering/artifact/fixed_cost.py`); None where nobody knows.
-        any_size: kinds of steps that take any rows, and of prefill tokens a row: a step has what its requests need, and nothing is padded
+        any_size: kinds of steps that take any rows, and of chunks tokens a row: a step has what its requests need, and nothing is padded
             but by unequal chunks. Of one dp group.
         ageing: how many times a prompt's tokens may be admitted past it, before it is next whatever its priority (`turns.py`).
 
@@ -78,10 +80,10 @@ class Policy:
 
     @property
     def max_prompts(self) -> int:
-        """Most prompts of one group in a prefill step; 0 without a prefill bucket."""
+        """Most prompts of one group in a step; 0 without a prefill bucket."""
         if PREFILL.name in self.any_size:
-            return min(self.most_tokens, self.limits.num_request_slots - 1)
-        return max((bucket.batch for bucket in self.prefill_buckets), default=0)
+            return min(self.most_tokens(PREFILL), self.limits.num_request_slots - 1)
+        return max((bucket.batch for bucket in (*self.prefill_buckets, *SCORE.among(self.buckets))), default=0)
 
     @functools.cached_property
     def fixed_price(self) -> float:
@@ -102,20 +104,17 @@ class Policy:
         """Those of encode steps, smallest first."""
         return tuple(sorted(ENCODE.among(self.buckets), key=lambda bucket: (bucket.tokens, bucket)))
 
-    @functools.cached_property
-    def longest_chunk(self) -> int:
-        """Most tokens of one prompt in a prefill step."""
-        return max(bucket.q_len for bucket in self.prefill_buckets)
+    def longest_chunk(self, *kinds: StepKind) -> int:
+        """Most tokens of one prompt in a step of these kinds."""
+        return max(bucket.q_len for kind in kinds for bucket in kind.among(self.buckets))
 
-    @functools.cached_property
-    def most_tokens(self) -> int:
-        """Most tokens of a prefill step, padding included."""
-        return max(bucket.tokens for bucket in self.prefill_buckets)
+    def most_tokens(self, kind: StepKind) -> int:
+        """Most tokens of a step of a kind, padding included."""
+        return max(bucket.tokens for bucket in kind.among(self.buckets))
 
-    @property
-    def least_tokens(self) -> int:
-        """Tokens of a prefill step of any size that costs hardly more than one of a single token."""
-        return min(max(int(self.fixed_price / 2), 1), self.most_tokens)
+    def least_tokens(self, kind: StepKind) -> int:
+        """Tokens of a step of any size of a kind that costs hardly more than one of a single token."""
+        return min(max(int(self.fixed_price / 2), 1), self.most_tokens(kind))
 
     def holding(self, sizes: Bucket) -> Bucket:
         """The bucket that a step of these sizes counts as: the smallest of its kind with as many tokens."""
@@ -125,7 +124,7 @@ class Policy:
     def cheapest_prefill(self) -> float:
         """What the smallest prefill step costs, in tokens."""
         if PREFILL.name in self.any_size:
-            return self.price(PREFILL.bucket(1, self.least_tokens))
+            return self.price(PREFILL.bucket(1, self.least_tokens(PREFILL)))
         return min(map(self.price, self.prefill_buckets))
 
     def drafts(self, request: RequestState) -> int:

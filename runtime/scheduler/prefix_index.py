@@ -69,12 +69,13 @@ class PrefixIndex:
     # What the scheduler reads.
 
     def match(self, request: RequestState) -> Match:
-        """The longest cached prefix of a waiting request; an empty one where the request skips the cache. Looked up once for its tokens."""
+        """The longest cached prefix of a waiting request, up to where it is scored; an empty one where the request skips the cache. Looked
+        up once for its tokens."""
         if request.request.skip_reading_prefix_cache:
             return NOTHING
         count, match = self._matches.get(request.arrival, (-1, NOTHING))
         if count != request.num_tokens:
-            match = self.find(request.request.cache_salt, request.key_ids(0, request.num_to_prefill))
+            match = self.find(request.request.cache_salt, request.key_ids(0, min(request.num_to_prefill, request.score_from + 1)))
             if len(self._matches) >= MOST_MATCHES:
                 self._matches.clear()
             self._matches[request.arrival] = request.num_tokens, match

@@ -34,6 +34,7 @@ class RequestState(NamedTuple):
         parked: it holds pages and is not scheduled, because a handover reads or fills them (`Request.handover`).
         drafted: how many drafts the last step that was launched leaves for the next; none behind pages that were received.
         unscored: tokens at the end of the prompt that are still to be scored (`Request.num_scored`): the steps so far have not got there.
+        in_chunks: score steps score the prompt, and its tokens are known; else decode steps do, to which they become known one by one.
         aged: it has waited so long that it goes before all others (`turns.py`).
         checkpoints: how many tokens are computed where a chunk of the prompt should end, because its state is worth keeping.
         picture_numbers: of its pictures, in keys of prefixes (`picture_numbers.py`).
@@ -58,6 +59,7 @@ class RequestState(NamedTuple):
     unscored: int = 0
     parked: bool = False
     picture_numbers: tuple[int, ...] = ()
+    in_chunks: bool = False
 
     @property
     def level(self) -> int:
@@ -71,8 +73,13 @@ class RequestState(NamedTuple):
 
     @property
     def num_tokens(self) -> int:
-        """Tokens known so far: prompt, as far as it is not to be scored, and generated."""
-        return len(self.request.prompt) - self.unscored + len(self.output_token_ids)
+        """Tokens known so far: prompt, as far as decode steps need not score it, and generated."""
+        return len(self.request.prompt) - (0 if self.in_chunks else self.unscored) + len(self.output_token_ids)
+
+    @property
+    def score_from(self) -> int:
+        """Position from which on its chunks are those of score steps; behind all its tokens where none are."""
+        return self.num_tokens - (self.unscored + 1 if self.in_chunks and self.unscored else 0)
 
     @property
     def num_to_prefill(self) -> int:
@@ -119,7 +126,7 @@ class RequestState(NamedTuple):
 
     def token_ids(self, start: int, count: int) -> tuple[int, ...]:
         """Up to `count` known tokens from position `start` on."""
-        boundary = len(self.request.prompt) - self.unscored
+        boundary = len(self.request.prompt) - (0 if self.in_chunks else self.unscored)
         if start >= boundary:
             return self.output_token_ids[start - boundary : start - boundary + count]
         known = self.request.prompt[start : min(start + count, boundary)]

@@ -24,8 +24,9 @@ Policy:
     the tokens it had generated.
     A group whose only requests to decode are less urgent than a prompt in progress, and lack pages, decodes nothing: that goes first.
 
-A request that wants log probabilities of its prompt is prefilled up to the first position that it wants them of. Behind it decode steps
-sample each token of the prompt as the only one that there is, and from then on as any other request's.
+A request that wants log probabilities of its prompt is prefilled up to the first position that it wants them of. Behind it score steps go
+on: prefill steps that give them, in which others' prompts that come behind may have rows. Where there are none, decode steps sample each
+token of the prompt as the only one that there is, and from then on as any other request's.
 
 A request whose next token depends on what its output is (`Request.follows_output`) decodes only from tokens that are known, so it sits out
 the step that is launched while its last one is in flight. A step has no more rows that need bitmasks or adjustments of their logits
@@ -63,6 +64,7 @@ from ...graphs.steps.decode import DECODE
 from ...graphs.steps.encode import ENCODE
 from ...graphs.steps.kind import StepKind
 from ...graphs.steps.prefill import PREFILL
+from ...graphs.steps.score import SCORE
 from ...graphs.types import Bucket, Limits
 from ..request import NO_INPUTS, RECEIVE, HostInputs
 from ..steps.sizes import choose, choose_prefill, choose_sizes, tokens_for
@@ -135,8 +137,15 @@ class _Prompt(NamedTuple):
 
     @property
     def remaining(self) -> int:
-        """Tokens up to the end of the prompt or to where the chunk should end; at least 1."""
-        return (self.stop or self.request.num_to_prefill) - self.request.num_computed_tokens
+        """Tokens up to the end of the prompt, or to where the chunk should end or score steps go on; at least 1."""
+        request = self.request
+        end = self.stop or request.num_to_prefill
+        return (end if self.scored else min(end, request.score_from)) - request.num_computed_tokens
+
+    @property
+    def scored(self) -> bool:
+        """Whether its chunk is that of a score step."""
+        return self.request.num_computed_tokens >= self.request.score_from
 
 
 def _prompt_step(state: SchedulerState, streams: int) -> ScheduledStep | None:
@@ -160,15 +169,19 @@ def _prompt_step(state: SchedulerState, streams: int) -> ScheduledStep | None:
         by_group = [(own[:count], slots) for (own, slots), count in zip(by_group, ready, strict=True)]
         if not any(ready):
             return None
-    legal = _in_time(state, PREFILL, streams and streams + max(len(own) for own, _ in by_group), policy.prefill_buckets)
+    kind = SCORE if any(own and own[0].scored for own, _ in by_group) else PREFILL
+    if kind is PREFILL:
+        by_group = [(list(itertools.takewhile(lambda prompt: not prompt.scored, own)), slots) for own, slots in by_group]
+    legal = _in_time(state, kind, streams and streams + max(len(own) for own, _ in by_group), kind.among(policy.buckets))
     if not legal:
         return None
-    remaining, any_size = [[prompt.remaining for prompt in own] for own, _ in by_group], PREFILL.name in policy.any_size
+    remaining, any_size = [[prompt.remaining for prompt in own] for own, _ in by_group], kind.name in policy.any_size
     if any_size:
-        bucket = choose_sizes(remaining[0], legal[0].tokens, policy.longest_chunk, policy.fixed_price)
+        sizes = choose_sizes(remaining[0], legal[0].tokens, policy.longest_chunk(kind), policy.fixed_price)
+        bucket = replace(sizes, kind=kind.name)
     else:
-        measured = state.times.cost(PREFILL, policy.price) if policy.measured else None
-        bucket = choose_prefill(legal, remaining, measured or policy.price, _between(state, streams, measured is not None))
+        measured = state.times.cost(kind, policy.price) if policy.measured else None
+        bucket = choose_prefill(legal, remaining, measured or policy.price, _between(state, streams, measured is not None), kind)
     parts = tuple(_prefill_part(bucket, own[: bucket.batch], slots) for own, slots in by_group)
     if not any_size:
         return ScheduledStep(bucket, parts)
@@ -186,13 +199,13 @@ def _in_time(state: SchedulerState, kind: StepKind, streams: int, buckets: Seque
     """
     policy, target_ms, any_size = state.policy, state.policy.itl_target_ms, kind.name in state.policy.any_size
     if not streams or target_ms is None or not buckets:
-        return (kind.bucket(1, policy.most_tokens),) if any_size else buckets
+        return (kind.bucket(1, policy.most_tokens(kind)),) if any_size else buckets
     left_ms, first = target_ms - state.prefill_ms - _decode_ms(state, streams), not state.prefill_steps
     if any_size:
         rate = state.times.rate(kind, policy.price)
-        tokens = min(policy.most_tokens, tokens_for(left_ms / rate, policy.fixed_price)) if rate and left_ms > 0 else 0
-        enough = tokens >= policy.least_tokens
-        return (kind.bucket(1, tokens if enough else policy.least_tokens),) if enough or first else ()
+        tokens = min(policy.most_tokens(kind), tokens_for(left_ms / rate, policy.fixed_price)) if rate and left_ms > 0 else 0
+        least = policy.least_tokens(kind)
+        return (kind.bucket(1, max(tokens, least)),) if tokens >= least or first else ()
     return in_time(buckets, state.times.cost(kind, policy.price), policy.price, left_ms, first)
 
 
@@ -200,7 +213,7 @@ def _chunks(policy: Policy, group: GroupState, prompts: Sequence[_Prompt]) -> li
     """What the prompts of a group may compute in the next step, whichever bucket it takes."""
     rows = [ScheduledRequest(prompt.request, prompt.num_pages, 0, prompt.match) for prompt in prompts]
     pairs = zip(rows, prompts, strict=True)
-    return [chunk(group.pictures, row, min(prompt.remaining, policy.longest_chunk)) for row, prompt in pairs]
+    return [chunk(group.pictures, row, min(prompt.remaining, policy.longest_chunk(PREFILL, SCORE))) for row, prompt in pairs]
 
 
 def _between(state: SchedulerState, streams: int, measured: bool) -> float:
@@ -221,7 +234,7 @@ def _decode_ms(state: SchedulerState, streams: int) -> float:
 
 
 def _prefill_part(bucket: Bucket, prompts: Sequence[_Prompt], slots: CheckpointSlots) -> GroupStep:
-    chunks = [slots.chunk(p.request.num_computed_tokens, p.stop, p.request.num_to_prefill, bucket.q_len) for p in prompts]
+    chunks = [slots.chunk(p.request.num_computed_tokens, p.stop, p.request.num_to_prefill, min(bucket.q_len, p.remaining)) for p in prompts]
     rows = tuple(
         ScheduledRequest(p.request, p.num_pages, c.num_tokens, p.match, c.checkpoint) for p, c in zip(prompts, chunks, strict=True)
     )

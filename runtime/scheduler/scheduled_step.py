@@ -64,6 +64,16 @@ class ScheduledRequest(NamedTuple):
         return known - len(state.request.prompt)
 
     @property
+    def scores(self) -> bool:
+        """Whether it is a chunk whose tokens a score step scores."""
+        return not self.state.decoding and self.start >= self.state.score_from
+
+    @property
+    def first_index(self) -> int:
+        """The same of the first token that its results have: a score step's begin with the prompt's token behind the first of the chunk."""
+        return self.start + 1 - len(self.request.prompt) if self.scores else self.output_index
+
+    @property
     def forced(self) -> tuple[int, ...]:
         """Tokens of the prompt that the row scores: nothing else can be sampled in their places, the first of those that it samples."""
         # While there are any no other step of the request is in flight, so that the index is exact.
@@ -75,7 +85,7 @@ class ScheduledRequest(NamedTuple):
     def logprobs(self) -> int | None:
         """Number of most likely tokens to return log probabilities of; None returns none at all."""
         most, prompts = self.state.request.logprobs, self.state.request.prompt_logprobs
-        if prompts is None or self.output_index >= 0:
+        if prompts is None or self.first_index >= 0:
             return most
         return prompts if most is None else max(most, prompts)
 

@@ -10,6 +10,7 @@ from functools import lru_cache
 
 from ...graphs.errors import SpecError
 from ...graphs.steps.decode import DECODE
+from ...graphs.steps.kind import StepKind
 from ...graphs.steps.kind import price as price
 from ...graphs.steps.prefill import PREFILL
 from ...graphs.types import Bucket
@@ -44,7 +45,9 @@ def default_fixed_tokens(buckets: Iterable[Bucket]) -> float:
     return math.sqrt(3) * min(bucket.tokens for bucket in PREFILL.needed(buckets))
 
 
-def choose_prefill(buckets: Iterable[Bucket], remaining: Sequence[Sequence[int]], cost: Cost | None = None, between: float = 0.0) -> Bucket:
+def choose_prefill(
+    buckets: Iterable[Bucket], remaining: Sequence[Sequence[int]], cost: Cost | None = None, between: float = 0.0, kind: StepKind = PREFILL
+) -> Bucket:
     """The prefill bucket that wastes least on the oldest prompts of every dp group, and as much of each as a row holds.
 
     The oldest prompt of every group comes first. The longest of these decides how long a chunk is: what a prompt by itself would get
@@ -62,13 +65,14 @@ def choose_prefill(buckets: Iterable[Bucket], remaining: Sequence[Sequence[int]]
         remaining: of each group, tokens left of its prompts, oldest first; a bucket of B rows takes the first B of each.
         cost: of a prefill step; None is `price` with `default_fixed_tokens`.
         between: cost of what runs between two prefill steps: of decode steps, as many as there are on average; 0 while nobody decodes.
+        kind: of the buckets, where they are of another one whose rows are chunks.
 
     Raises:
         SpecError: when there is no prefill bucket, no prompt, or one with fewer than 1 token left.
     """
     if not any(remaining) or min(itertools.chain.from_iterable(remaining)) < 1:
         raise SpecError(f"a prefill bucket for prompts of {[list(own) for own in remaining]} tokens; legal is one or more, of at least 1")
-    prefill = sorted(PREFILL.needed(buckets), key=lambda b: (b.tokens, b))
+    prefill = sorted(kind.needed(buckets), key=lambda b: (b.tokens, b))
     if len(prefill) == 1:
         return prefill[0]
     if cost is None:

@@ -15,6 +15,8 @@ from npucompile.lowering.artifact.artifact import Artifact
 from npucompile.runtime.cpu_executor import CpuExecutor
 from npucompile.tools.notation import PrefillSize
 
+NAMES = ("drafts", "plain", "free", "drafts scored", "plain scored")
+
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -23,16 +25,19 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def executors(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[CpuExecutor]:
-    """One of graphs that draft, one of graphs that do not, and one of graphs without bitmasks and adjustments."""
+    """One of graphs that draft, one of graphs that do not, and one of graphs without bitmasks and adjustments; and the first two with score
+    buckets."""
 
     def build(home: Path) -> None:
-        for name, drafts, most in (("drafts", 3, BITMASKS), ("plain", 0, BITMASKS), ("free", 0, 0)):
+        for name in NAMES:
+            drafts, most = 3 * ("drafts" in name), BITMASKS * (name != "free")
             sizes = {"buckets": (1, 4), "prefill": (32, PrefillSize(32, 4)), "max_model_len": 128}
+            sizes |= {"score": (32, PrefillSize(8, 3))} if "scored" in name else {}
             inputs = {"num_speculative_tokens": drafts, "structured_outputs": most, "logit_adjustments": most}
             tiny.built(tiny.planned(model, **sizes, **inputs), home / name, fresh=True)
 
     home = made_once(tmp_path_factory, "executors", build)
-    return [CpuExecutor(Artifact.open(home / name)) for name in ("drafts", "plain", "free")]
+    return [CpuExecutor(Artifact.open(home / name)) for name in NAMES]
 
 
 @pytest.fixture(scope="session")

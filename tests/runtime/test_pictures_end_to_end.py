@@ -18,13 +18,11 @@ from support import eagle, ranks, tiny, towers
 from support import toy_device as toy
 
 from npucompile.graphs.errors import RequestError
-from npucompile.graphs.types import Bucket
 from npucompile.lowering.artifact.artifact import Artifact
 from npucompile.models import checkpoint, registry
 from npucompile.models.params import initialise
 from npucompile.runtime.cpu_executor import CpuExecutor
 from npucompile.runtime.engine import Engine
-from npucompile.runtime.executor import FinishedStep, Inputs, Pending
 from npucompile.runtime.picture_spans import PictureInput
 from npucompile.runtime.request import Request
 from npucompile.runtime.scheduler.kv_cache_manager import PrefixCacheSettings
@@ -163,20 +161,8 @@ def test_a_request_that_lost_its_pages_goes_on(executor: CpuExecutor) -> None:
     assert stats["preemptions_total"] > 0
 
 
-class Groups(tiny.Narrowed):
-    """Executors of one artifact as dp groups of one, which run every step together."""
-
-    def __init__(self, *executors: CpuExecutor) -> None:
-        super().__init__(executors[0], executors[0].buckets)
-        self.groups, self.executors = len(executors), executors
-
-    def launch(self, bucket: Bucket, inputs: Sequence[Inputs]) -> Pending:
-        outputs = [executor.launch(bucket, [own]).result() for executor, own in zip(self.executors, inputs, strict=True)]
-        return FinishedStep([own for (own,) in outputs])
-
-
 def test_groups_with_and_without_pictures_run_encode_steps_together(executor: CpuExecutor) -> None:
-    groups = Groups(executor, CpuExecutor(executor.artifact))
+    groups = tiny.Groups(executor, CpuExecutor(executor.artifact))
     for each in groups.executors:
         tiny.poison(each)
     requests = [asked(name, made(parts, seed)) for seed, (name, parts) in enumerate(CASES.items())]

@@ -17,8 +17,8 @@ from npucompile.runtime.scheduler.state import GroupState, SchedulerState
 from npucompile.runtime.step_outputs import NOT_FINITE, count_experts, read_finite, read_outputs
 
 VOCAB = 13
-DECODE, PREFILL = Bucket("decode", 3, 3), Bucket("prefill", 2, 4)
-RULES = Policy(Limits(4, 33, 13, 16, 3, 2), (DECODE, PREFILL))
+DECODE, PREFILL, SCORE = Bucket("decode", 3, 3), Bucket("prefill", 2, 4), Bucket("score", 2, 4)
+RULES = Policy(Limits(4, 33, 13, 16, 3, 2), (DECODE, PREFILL, SCORE))
 
 
 def i32(values):
@@ -134,3 +134,30 @@ def test_of_a_long_chunk_a_token_that_tells_counts_for_those_behind_it():
     chunk = ScheduledRequest(RequestState(Request("r", tuple(range(9)), 4), 0, 0.0), 4, 5)
     told = i32([[[[0, 1]], [[2, 1]], [[3, 3]], [[9, 9]]]])
     assert count_experts([{"experts": told}], ScheduledStep(prefill, (GroupStep((chunk,)),)), 0).tolist() == [[2, 4, 2, 4]]
+
+
+def scored(prompt, start, count, first=1, **options):
+    """A row of a score step, of a prompt that is scored from a position on."""
+    request = Request("s", prompt, 9, prompt_logprobs=0, prompt_logprobs_from=first, **options)
+    state = RequestState(request, 1, 0.0, num_computed_tokens=start, unscored=request.num_scored, in_chunks=True)
+    return ScheduledRequest(state, 4, count)
+
+
+def chunks(tokens):
+    values = np.arange(8, dtype=np.float32).reshape(2, 4)
+    none = np.zeros((2, 4, 0), np.float32)
+    return {"tokens": i32(tokens), "chosen_logprobs": -values, "top_ids": none.astype(np.int32), "top_logprobs": none}
+
+
+def test_a_score_step_tells_the_tokens_behind_those_of_its_chunk_and_of_others_what_they_sample():
+    plain = ScheduledRequest(RequestState(Request("p", (1, 2), 9, logprobs=0), 2, 0.0), 4, 2)
+    first, second = read(chunks([[5, 6, 9, -7], [2, 12, -7, -7]]), SCORE, [scored((4, 5, 6), 0, 3), plain])
+    assert (first.token_ids, [entry.logprob for entry in first.logprobs]) == ((5, 6, 9), [0, -1, -2])
+    assert (second.token_ids, [entry.logprob for entry in second.logprobs]) == ((12,), [-5])
+    # Neither scores or samples: it ends before the first position that is asked for.
+    rows = [scored((4, 5, 6, 7, 8), 0, 2), scored((4, 5, 6, 7, 8), 0, 2, first=4)]
+    assert [tokens.token_ids for tokens in read(chunks([[5, 6, -7, -7], [5, 6, -7, -7]]), SCORE, rows)] == [(5, 6), ()]
+    with pytest.raises(NpucompileError, match=r"token ids \[5, 7\] for 's'; legal is the prompt's \[5, 6\]"):
+        read(chunks([[5, 7, -7, -7]] * 2), SCORE, rows[:1])
+    with pytest.raises(NpucompileError, match=r"returned tokens int32\[2, 1\]; legal is int32\[2, 4\]"):
+        read({"tokens": i32([[1], [1]])}, SCORE, rows)

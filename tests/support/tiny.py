@@ -36,7 +36,7 @@ from npucompile.models import checkpoint, registry
 from npucompile.models.params import initialise
 from npucompile.models.quant.declare import stored
 from npucompile.runtime.cpu_executor import CpuExecutor
-from npucompile.runtime.executor import Executor, Inputs, Outputs, Pending
+from npucompile.runtime.executor import Executor, FinishedStep, Inputs, Outputs, Pending
 from npucompile.runtime.steps.pack import pack
 from npucompile.runtime.steps.rows import Row
 from npucompile.tools.agreement.pools import is_request_slots
@@ -335,6 +335,18 @@ class Narrowed:
         return self.executor.launch(bucket, inputs)
 
 
+class Groups(Narrowed):
+    """Executors of one artifact as dp groups of one, which run every step together."""
+
+    def __init__(self, *executors: Any) -> None:
+        super().__init__(executors[0], executors[0].buckets)
+        self.groups, self.executors = len(executors), executors
+
+    def launch(self, bucket: Bucket, inputs: Sequence[Inputs]) -> Pending:
+        outputs = [executor.launch(bucket, [own]).result() for executor, own in zip(self.executors, inputs, strict=True)]
+        return FinishedStep([own for (own,) in outputs])
+
+
 class Launching:
     """An executor that runs another one's steps in a separate thread, in the order in which they are launched.
 
@@ -342,10 +354,10 @@ class Launching:
         most_in_flight: largest number of launched steps whose result had not been read.
     """
 
-    groups, run_ahead = 1, 1
+    run_ahead = 1
 
     def __init__(self, executor: Executor) -> None:
-        self.executor, self.limits, self.buckets = executor, executor.limits, executor.buckets
+        self.executor, self.limits, self.buckets, self.groups = executor, executor.limits, executor.buckets, executor.groups
         self.vocab_size, self.max_logprobs, self.backends = executor.vocab_size, executor.max_logprobs, executor.backends
         self.refresh, self.compiles, self.missing = executor.refresh, executor.compiles, executor.missing
         self.max_ranked, self.recurrent, self.fixed_tokens = executor.max_ranked, executor.recurrent, executor.fixed_tokens

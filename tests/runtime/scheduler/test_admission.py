@@ -6,7 +6,7 @@ import pytest
 
 from npucompile.graphs.errors import RequestError
 from npucompile.graphs.types import Limits
-from npucompile.runtime.request import Request, Sampling
+from npucompile.runtime.request import RECEIVE, Request, Sampling
 from npucompile.runtime.scheduler.admission import check
 
 LIMITS = Limits(page_size=4, num_pages=17, num_slots=33, max_model_len=32, slots_per_request=4, drafts=3)
@@ -52,6 +52,15 @@ def test_what_cannot_is_refused(request_, message, param):
     with pytest.raises(RequestError, match=message) as caught:
         check(request_, LIMITS, 13, 5)
     assert caught.value.param == param
+
+
+def test_prompts_are_scored_with_bitmasks_or_by_score_steps_and_those_of_handovers_by_the_former():
+    asked, handed_over = ask(prompt_logprobs=1), ask(prompt_logprobs=1, handover=RECEIVE)
+    check(asked, LIMITS, 13, 5, scores=True)
+    check(handed_over, LIMITS.with_bitmasks(1, 13), 13, 5)
+    for refused, scores in ((asked, False), (handed_over, True)):
+        with pytest.raises(RequestError, match="these graphs take none; legal is null, or a build with --structured-outputs"):
+            check(refused, LIMITS, 13, 5, scores=scores)
 
 
 @pytest.mark.parametrize("logprobs", [0, 1])

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from support.scheduling import add, arrivals, fresh, grouped, ids, policy, queued, request, run_step
 
+from npucompile.graphs.steps.score import SCORE
 from npucompile.runtime.request import Logprobs, TokenEvent
 from npucompile.runtime.scheduler.advance import cancel, commit, computed, fail, fail_all, launch, submit
 from npucompile.runtime.scheduler.schedule import schedule
@@ -121,3 +122,27 @@ def test_tokens_of_a_prompt_that_a_step_scored_are_known_before_those_behind_it(
         assert known.num_tokens == known.num_computed_tokens + 1 == row.start + row.num_tokens - row.num_drafts + len(sampled_tokens)
         state, _ = commit(state, step, results, 0.0)
     assert (only(state).output_token_ids, only(state).unscored) == ((9,), 0)
+
+
+def test_a_prompt_that_score_steps_score_is_known_and_what_they_scored_is_told_once():
+    """Whichever chunks are in flight, and after a preemption."""
+    asked = replace(request("a", prompt=6, max_tokens=4), prompt_logprobs=0, prompt_logprobs_from=2)
+    rules = replace(RULES, buckets=(*RULES.buckets, SCORE.bucket(1, 2)))
+    state = submit(fresh(rules), queued(asked, rules.limits.drafts)._replace(unscored=asked.num_scored, in_chunks=True))
+    steps, told = [], []
+    for kind, start, count, scores in (("prefill", 0, 1, False), ("score", 1, 2, True), ("score", 3, 2, True), ("score", 5, 1, True)):
+        steps.append(step := schedule(state))
+        (row,) = step.groups[0].rows
+        assert (step.bucket.kind, row.start, row.num_tokens, row.scores, row.forced) == (kind, start, count, scores, ())
+        state = launch(state, step, 0.0)
+    for step, tokens in zip(steps, ((), (2, 3), (4, 5), (9,)), strict=True):
+        results = [[SampledTokens(tokens, 0, tuple(Logprobs(-token, ()) for token in tokens))]]
+        ((known,),) = computed(state, step, results)
+        assert known.key_ids(0, 9) == (0, 1, 2, 3, 4, 5, 9)[: known.num_tokens]
+        assert known.output == tuple(token for token in tokens if token == 9)
+        state, events = commit(state, step, results, 0.0)
+        told += [entry.logprob for event in events for entry in event.prompt_logprobs]
+        assert only(state).unscored == 4 - len(told)
+        again = only(state).preempted()
+        assert again.score_from == (len(told) + 1 if again.unscored else again.num_tokens)
+    assert (told, only(state).output_token_ids) == ([-2, -3, -4, -5], (9,))

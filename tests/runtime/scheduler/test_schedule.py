@@ -8,8 +8,9 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.scheduling import add, all_decode, arrivals, fresh, grouped, ids, policy, request, run_step
+from support.scheduling import add, all_decode, arrivals, fresh, grouped, ids, policy, queued, request, run_step
 
+from npucompile.graphs.steps.score import SCORE
 from npucompile.graphs.types import Bucket
 from npucompile.runtime.request import FinishEvent
 from npucompile.runtime.scheduler.advance import cancel, commit, fail, launch
@@ -416,3 +417,19 @@ def test_the_bucket_that_a_step_would_take_if_it_could_run():
     state = until_decoding(state)
     assert wanted_bucket(state, [two, eight]) == two
     assert wanted_bucket(state, [eight]) is None
+
+
+def test_all_groups_score_where_the_first_prompt_of_one_is_scored():
+    """Other prompts share its step from behind, and one that is scored waits for those before it."""
+    rules = policy(prefill=(8,), length=16, pages=33)
+    rules = replace(rules, buckets=(*rules.buckets, SCORE.bucket(2, 4)))
+    scored = queued(replace(request("s", prompt=7), prompt_logprobs=0))._replace(unscored=6, in_chunks=True)
+    groups = [[queued(request("a", prompt=3)), scored], [queued(request("b", prompt=9))]]
+    state = SchedulerState(rules, tuple(GroupState(waiting=tuple(own)) for own in groups))
+    step = schedule(state)
+    assert (step.bucket.kind, ids(step), ids(step, 1)) == ("prefill", ["a"], ["b"])
+    state = SchedulerState(rules, (GroupState(waiting=(scored, groups[0][0])), GroupState(waiting=tuple(groups[1]))))
+    step = schedule(state)
+    assert (step.bucket, ids(step), ids(step, 1)) == (SCORE.bucket(2, 4), ["s", "a"], ["b"])
+    assert [[row.scores for row in part.rows] for part in step.groups] == [[True, False], [False]]
+    assert [row.num_tokens for part in step.groups for row in part.rows] == [4, 3, 4]

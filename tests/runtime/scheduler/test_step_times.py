@@ -170,7 +170,7 @@ def test_a_chunk_of_any_length_is_as_long_as_the_target_allows(rate, decode_ms, 
             machine = machine.after(Bucket("decode", rows, 1), decode_ms)
     state = all_decode(replace(rules, itl_target_ms=None), request("stream", prompt=1, max_tokens=390))
     state = add(replace(state, policy=rules, times=machine), *(request(f"r{i}", prompt=length) for i, length in enumerate(lengths)))
-    gap, bound = 0.0, max(target, decode_ms + rate * rules.price(Bucket("prefill", 1, rules.least_tokens)))
+    gap, bound = 0.0, max(target, decode_ms + rate * rules.price(Bucket("prefill", 1, rules.least_tokens(PREFILL))))
     while state.groups[0].waiting or not all(live.decoding for live in state.groups[0].running):
         state, step, _ = run_step(state)
         assert step.sizes is not None
@@ -182,7 +182,7 @@ def test_a_chunk_of_any_length_is_as_long_as_the_target_allows(rate, decode_ms, 
         row = step.groups[0].rows[0]
         if row.num_tokens < min(row.state.num_to_prefill - row.start, 256):
             longer = rate * rules.price(replace(step.sizes, q_len=row.num_tokens + 1))
-            assert row.num_tokens == rules.least_tokens or gap - rate * rules.price(step.sizes) + longer + decode_ms > target
+            assert row.num_tokens == rules.least_tokens(PREFILL) or gap - rate * rules.price(step.sizes) + longer + decode_ms > target
 
 
 def test_steps_of_any_size_are_measured_by_their_price():
