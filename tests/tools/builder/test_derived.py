@@ -82,6 +82,18 @@ def test_what_follows_is_what_is_made_and_is_proved(model, tmp_path, ran, monkey
         assert (claims.signature, claims.collectives) == (partitioned.signature, partitioned.collectives)
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("options", [{}, {"backend": "aclgraph"}], ids=["ge", "aclgraph"])
+def test_what_follows_of_the_full_size_model_is_what_is_made(tmp_path, options):
+    """With 16 rows an arange over a rank's tokens is that over the bits of a bitmask's word, so that passes merge them."""
+    plan = tiny.plan(tiny.Options("qwen3.5-397b", buckets=(8, 12, 16, 20, 26, 32, 44, 52, 60, 64), **options))
+    found, said = results(plan, tmp_path)
+    assert said == []
+    for bucket in (bucket for bucket in plan.buckets if bucket.kind == "decode"):
+        made = tiny.compile_once(CompileJob(plan, bucket, tmp_path))
+        assert (found[bucket].staged, found[bucket].compiled) == (made.staged, made.compiled), bucket.name
+
+
 def changed(result):
     return replace(result, compiled=replace(result.compiled, census={**result.compiled.census, "Add": 9999}))
 
