@@ -98,12 +98,14 @@ class Backend(Protocol):
         suffix: extension of its executables, without the dot; None where it has none.
         host_bound: whether executables hold code of the processor that they are built on. Others open on a host of another architecture.
         build_only: names in `versions` that decide the bytes of an executable, and not whether it opens.
+        readable: whether executables are data, which `opened` reads.
     """
 
     name: str
     suffix: str | None
     host_bound: bool = True
     build_only: tuple[str, ...] = ()
+    readable: bool = False
 
     def lower(self, partitioned: Partitioned, platform: Platform = CPU) -> Lowered:
         """The graph that this backend runs.
@@ -169,12 +171,8 @@ class Backend(Protocol):
         raise LoweringError(f"backend {self.name} compiles graphs as one")
 
     def opened(self, data: bytes) -> Any:
-        """The bytes of an executable as a tree whose numbers can be read (lowering/between.py).
-
-        Raises:
-            LoweringError: they are code.
-        """
-        raise LoweringError(f"executables of backend {self.name} are code")
+        """The bytes of an executable as a tree whose numbers can be read (lowering/between.py)."""
+        raise LoweringError(f"executables of backend {self.name} are not readable")
 
     def closed(self, tree: Any) -> bytes:
         """The inverse of `opened`.
@@ -182,7 +180,7 @@ class Backend(Protocol):
         Raises:
             LoweringError: the tree contradicts itself.
         """
-        raise LoweringError(f"executables of backend {self.name} are code")
+        raise LoweringError(f"executables of backend {self.name} are not readable")
 
     def prove(self, compiled: Compiled, partitioned: Partitioned | Claims, platform: Platform = CPU) -> None:
         """Checks the invariants of an executable that can be checked without running it, on the platform that it was lowered for.

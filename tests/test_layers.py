@@ -115,10 +115,10 @@ KIND_NAMES = 25
 BUDGETS: dict[str, int] = {
     "docs (words)": 45000,
     "graphs": 9734,
-    "lowering": 1981,
+    "lowering": 1979,
     "lowering/artifact": 1174,
     "lowering/ascend": 17783,
-    "lowering/backends": 2049,
+    "lowering/backends": 2028,
     "models": 10832,
     "runtime": 4586,
     "runtime/distributed": 1902,

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import msgpack
+from typing import TYPE_CHECKING
 
 from ...graphs.steps.table import kind_of
 from ...graphs.types import Bucket
@@ -17,7 +13,6 @@ from ..platform import CPU, Platform
 
 if TYPE_CHECKING:
     from ...graphs.spmd.partition import Partitioned
-    from ..ascend.acl_graph.file import AclFile
     from ..lower import Lowered
 
 
@@ -41,18 +36,6 @@ class AclGraph(NpuBackend):
         made = acl_file(lowered.graph, lowered.signature, captured=isinstance(lowered.bucket, Bucket) and kind_of(lowered.bucket).decodes)
         return Compiled(encode(made), inspect_acl.census(made))
 
-    def opened(self, data: bytes) -> Any:
-        """A file with its graphs as lists."""
-        from ..ascend.acl_graph.file import decode
-
-        return _with_graphs(decode(data), lambda graph: msgpack.unpackb(graph, strict_map_key=False))
-
-    def closed(self, tree: Any) -> bytes:
-        """The inverse of `opened`."""
-        from ..ascend.acl_graph.file import encode
-
-        return encode(_with_graphs(tree, msgpack.packb))
-
     def prove(self, compiled: Compiled, partitioned: Partitioned | Claims, platform: Platform = CPU) -> None:
         """Checks that pools are written in place, no length is baked in, no step computes from weights or constants alone, collectives
         are those of the partitioned graph in order, and a device takes every operator where the platform names a chip.
@@ -69,11 +52,6 @@ class AclGraph(NpuBackend):
         collectives_check.agree(partitioned.collectives, collectives_check.of_acl_file(acl_file))
         if platform.chip:
             legality.prove(acl_file, platform, sizes=legality.has_kernels(partitioned.signature.params))
-
-
-def _with_graphs(acl_file: AclFile, change: Callable[[Any], Any]) -> AclFile:
-    folded = acl_file.folded and replace(acl_file.folded, graph=change(acl_file.folded.graph))
-    return replace(acl_file, graph=change(acl_file.graph), folded=folded)
 
 
 BACKEND = AclGraph()

@@ -25,6 +25,7 @@ class Ge(NpuBackend):
     name = "ge"
     suffix = "ge"
     graph = "a GE graph"
+    readable = True
 
     def compile(self, lowered: Lowered, *, cache_dir: Path, threads: int) -> Compiled:
         """Converts to one GE graph for all ranks, in the format of lowering/ascend/ge_file.py, its operators in the order of a schedule."""

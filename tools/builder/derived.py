@@ -98,8 +98,8 @@ def _kinds(plan: Plan, jobs: Sequence[CompileJob]) -> list[_Kind]:
     """The kinds that have many buckets to make."""
     # Of inputs that only some rows have there are as many as limits say, or as rows where these are fewer.
     least = max(plan.limits.bitmasks, plan.limits.logit_adjustments)
-    compiles = backend(plan.backend).suffix is not None
-    new = [job for job in jobs if compiles and not job.known_key and job.bucket.batch >= least]
+    readable = backend(plan.backend).readable
+    new = [job for job in jobs if readable and not job.known_key and job.bucket.batch >= least]
     ordered = sorted(new, key=lambda job: (job.bucket.kind, job.bucket.q_len, _rows(job)))
     found = []
     for _, same in itertools.groupby(ordered, lambda job: (job.bucket.kind, job.bucket.q_len)):
