@@ -62,11 +62,12 @@ def choose_chunks(plan: Plan) -> Plan:
 
     Raises:
         SpecError: no prompt fits the context, or a step has more prompts than there are requests in flight; or score buckets of an
-            instance that only decodes, or beside steps that give no log probabilities.
+            instance that hands prompts over or takes them, or beside steps that give no log probabilities.
     """
     options = plan.options
-    if options.score and (plan.phase == "decode" or options.max_logprobs == 0):
-        what = "an instance that only decodes" if plan.phase == "decode" else "--max-logprobs 0"
+    logprobs = plan.target.max_logprobs if options.max_logprobs is None else options.max_logprobs
+    if options.score and (plan.phase != "mixed" or not logprobs):
+        what = f"phase {plan.phase}" if logprobs else "--max-logprobs 0"
         raise SpecError(f"--score {format_prefill(options.score)} and {what}; legal is one of both")
     prefill = _default_prefill(plan) if options.prefill is None else options.prefill
     if prefill or options.prefill is not None:

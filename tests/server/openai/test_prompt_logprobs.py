@@ -25,10 +25,10 @@ def serve(stack: contextlib.ExitStack, out: Any, **options: Any) -> str:
     return stack.enter_context(bundled.served(out, **sizes, **options))[0]
 
 
-@pytest.fixture(scope="module")
-def url(tmp_path_factory):
+@pytest.fixture(scope="module", params=[{}, {"score": (48,)}], ids=["decode steps", "score steps"])
+def url(tmp_path_factory, request):
     with contextlib.ExitStack() as stack:
-        yield serve(stack, tmp_path_factory.mktemp("scored") / "tiny", structured_outputs=4)
+        yield serve(stack, tmp_path_factory.mktemp("scored") / "tiny", structured_outputs=4, **request.param)
 
 
 @pytest.fixture(scope="module")

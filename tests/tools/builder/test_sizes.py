@@ -50,7 +50,7 @@ def test_prompts_beyond_the_context_or_the_requests_in_flight_are_left_out_or_re
 
 
 def test_prompts_are_scored_in_steps_of_sizes_that_are_asked_for() -> None:
-    place = {"target": "ascend-a3", "mesh": "tp=8", "max_model_len": 1024, "buckets": (8,), "prefill": (PrefillSize(128),)}
+    place = {"target": "ascend-a3", "mesh": "tp=8", "buckets": (8,), "prefill": (PrefillSize(128),), "max_logprobs": 2}
     plan, prefill = planned(**place, score=(PrefillSize(64, 2), PrefillSize(256)))
     assert ([bucket.name for bucket in plan.buckets if bucket.kind == "score"], prefill) == (["score-b1-q256", "score-b2-q64"], ["b1-q128"])
     assert plan.arguments[plan.arguments.index("--score") + 1] == "256,2x64"
@@ -58,7 +58,12 @@ def test_prompts_are_scored_in_steps_of_sizes_that_are_asked_for() -> None:
     with pytest.raises(SpecError, match="--score 9x64 takes 9 prompts a step"):
         planned(**place, score=(PrefillSize(64, 9),))
     with pytest.raises(SpecError, match="--score 64 and --max-logprobs 0; legal is one of both"):
-        planned(**place, score=(PrefillSize(64),), max_logprobs=0)
+        planned(**place | {"max_logprobs": 0}, score=(PrefillSize(64),))
+    options = Options(
+        "qwen3.5-397b", deployment="qwen35-397b-a3x24-pd-1p1d-3node", phase="prefill", score=(PrefillSize(64),), max_logprobs=1
+    )
+    with pytest.raises(SpecError, match="--score 64 and phase prefill; legal is one of both"):
+        planning.plan(options)
 
 
 def test_cached_tokens_are_bounded_in_whole_pages_that_hold_a_request(tiny_checkpoint):
