@@ -73,7 +73,7 @@ def test_every_value_is_multiplied_by_the_scale_of_its_channel(tmp_path: Path, l
 
 
 def test_a_checkpoint_of_one_scale_a_matrix_is_what_its_library_makes_of_it() -> None:
-    """Its static scales of activations are read by nothing (make_float8.py)."""
+    """Its static scales of activations are read by nothing."""
     directory = Path(__file__).parent / "quant" / "float8"
     assert formats_in(directory) is None
     plain, stored = load_file(directory / "decompressed.safetensors"), load_file(directory / "model.safetensors")

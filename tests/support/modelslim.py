@@ -18,7 +18,7 @@ from transformers.models.qwen3.modeling_qwen3 import eager_attention_forward
 FIXTURES = Path(__file__).parents[1] / "models" / "quant" / "fixtures"
 NAMES = tuple(sorted(path.parent.name for path in FIXTURES.glob("*/config.json")))
 LATENT = "../fixtures_latent/latent_w8a8"
-"""One of a model with latent attention and a draft head, made with changes to ModelSlim (make_fixture.py there)."""
+"""One of a model with latent attention and a draft head, made with changes to ModelSlim."""
 ROW_PARALLEL = ("o_proj", "mlp.down_proj")
 """Ends of the names of matrices whose contraction ranks share, where experts are not split."""
 

@@ -190,7 +190,7 @@ def test_floats_that_still_have_scales_are_refused(tmp_path: Path) -> None:
 
 
 PACKED, EXPERTS = (Path(__file__).parent / name for name in ("packed", "packed_experts"))
-"""Checkpoints that compressed-tensors wrote, each with the matrices that it unpacks (make_packed.py, make_packed_experts.py)."""
+"""Checkpoints that compressed-tensors wrote, each with the matrices that it unpacks (fixtures/README.md)."""
 WRITTEN = {"dense": (PACKED, 32, 7), "experts": (EXPERTS / "group", 32, 8), "experts, a scale a channel": (EXPERTS / "channel", 0, 8)}
 
 

@@ -100,7 +100,7 @@ def test_a_head_that_shares_the_embedding_gets_integers_of_its_own(tmp_path):
 
 
 MODELSLIM = Path(__file__).with_name("modelslim")
-"""A random model and what ModelSlim 26.1.0 wrote of it: static attention, int4 experts in layer 0, int8 in layer 1 (make_fixture.py)."""
+"""A random model and what ModelSlim 26.1.0 wrote of it: static attention, int4 experts in layer 0, int8 in layer 1."""
 
 
 FP8_SCHEMES = {
