@@ -21,6 +21,9 @@ from npucompile.runtime.kv_transfer.transfer_engine import Memory, Segment, Tran
 from tests.support import optional
 
 PAGE, PAGES, BIG = 4096, 2500, 1 << 28
+PROCESSES = multiprocessing.get_context("forkserver")
+# Peers are forks of one process that has imported all that they need.
+PROCESSES.set_forkserver_preload([__name__])
 GO = lambda: True  # noqa: E731
 
 
@@ -42,8 +45,8 @@ def receive(pipe: Connection) -> None:
 
 @pytest.fixture
 def peer():
-    ours, theirs = multiprocessing.get_context("spawn").Pipe()
-    process = multiprocessing.get_context("spawn").Process(target=receive, args=(theirs,), daemon=True)
+    ours, theirs = PROCESSES.Pipe()
+    process = PROCESSES.Process(target=receive, args=(theirs,), daemon=True)
     process.start()
     session, address = ours.recv()
     yield process, ours, session, address
@@ -109,8 +112,8 @@ def send(pipe: Connection) -> None:
 @pytest.mark.parametrize("stops", ["before it writes", "while it writes"])
 def test_a_writer_that_was_stopped_writes_nothing_once_the_memory_was_opened_again(stops):
     """Whatever it was told, or has begun."""
-    ours, theirs = multiprocessing.get_context("spawn").Pipe()
-    process = multiprocessing.get_context("spawn").Process(target=send, args=(theirs,), daemon=True)
+    ours, theirs = PROCESSES.Pipe()
+    process = PROCESSES.Process(target=send, args=(theirs,), daemon=True)
     process.start()
     engine, pool = Mooncake("127.0.0.1"), torch.zeros(BIG, dtype=torch.uint8)
     engine.register([Memory(pool.data_ptr(), pool.nbytes)])

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-from concurrent.futures import ThreadPoolExecutor
 
-import httpx
 import openai
 import pytest
 from click.testing import CliRunner
@@ -97,39 +95,3 @@ def test_a_server_answers_as_transformers_do(served):
     again, more = places(FILES[:1], "<|im_end|>\n<|im_start|>user\n", "what?<|im_end|>\n<|im_start|>assistant\n")
     assert second.choices[0].token_ids == expected(prompt + said + again, [*shown, *more])[1]
     assert service.stats()["encoded_pictures_total"] == encoded_before
-
-
-def test_requests_with_and_without_pictures_run_beside_each_other(served):
-    client, _ = served
-    words = ["a", "bc", "def"]
-    with ThreadPoolExecutor(6) as threads:
-        work = [
-            threads.submit(ask, client, [{"role": "user", "content": [*map(image, files), {"type": "text", "text": word}]}])
-            for word in words
-            for files in (FILES[:1], [])
-        ]
-        answers = [one.result() for one in work]
-    for number, answer in enumerate(answers):
-        word, files = words[number // 2], FILES[:1] if number % 2 == 0 else []
-        text, shown = places(files, "<|im_start|>user\n", f"{word}<|im_end|>\n<|im_start|>assistant\n")
-        assert answer.choices[0].token_ids == expected(text, shown)[1], (word, bool(files))
-
-
-def test_a_response_goes_on_with_its_pictures(served):
-    client, _ = served
-    content = [{"type": "input_image", "image_url": data_url(FILES[0])}, {"type": "input_text", "text": "what?"}]
-    options = {"model": "seeing", "max_output_tokens": 4, "temperature": 0, "extra_body": {"ignore_eos": True}}
-    first = client.responses.create(input=[{"role": "user", "content": content}], **options)
-    second = client.responses.create(input="more", previous_response_id=first.id, **options)
-    text, shown = places(FILES[:1], "<|im_start|>user\n", f"what?<|im_end|>\n<|im_start|>assistant\n{first.output_text}")
-    text += "<|im_end|>\n<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\n"
-    assert second.usage.input_tokens == len(codec().encode(text))
-    assert second.output_text == codec().decode(expected(text, shown, 4)[1])
-
-
-def test_generates_prompt_has_the_places_of_its_pictures(served):
-    client, _ = served
-    body = {"text": f"{START}{IMAGE}{END}hm", "image_data": [data_url(FILES[1])]}
-    body["sampling_params"] = {"temperature": 0, "max_new_tokens": COUNT, "ignore_eos": True}
-    answer = httpx.post(f"{str(client.base_url).removesuffix('/v1/')}/generate", json=body, timeout=300).json()
-    assert answer["output_ids"] == expected(*places(FILES[1:], "", "hm"))[1]

@@ -84,33 +84,6 @@ def test_it_answers_as_one_process_does_and_both_end_by_one_signal(server: Serve
     assert not os.path.exists(f"/proc/{door}")
 
 
-def test_a_door_that_dies_costs_its_streams_and_another_serves_from_the_same_port(server: Server) -> None:
-    async def lost() -> None:
-        async with await Client.connect(server.url) as client:
-            stream = client.create(PROMPT, max_output_tokens=200, ignore_eos=True)
-            await anext(aiter(stream))
-            os.kill(*doors_of(server), signal.SIGKILL)
-            with pytest.raises((NpucompileError, OSError)):
-                await stream.completion()
-
-    dead = doors_of(server)
-    asyncio.run(lost())
-    ranks.eventually(lambda: len(doors_of(server)) == 1 and doors_of(server) != dead, 60)
-    # It connects as soon as the port answers, which the listening socket has done all along.
-    assert len(asyncio.run(asked_again(server.url))) == 5
-    running = next(line for line in server.metrics().splitlines() if line.startswith("npucompile:num_requests_running "))
-    assert running.endswith(" 0.0")
-
-
-async def asked_again(url: str) -> tuple[int, ...]:
-    for _ in range(600):
-        try:
-            return await tokens_of(url, 5)
-        except (NpucompileError, OSError):
-            await asyncio.sleep(0.1)
-    raise AssertionError("no door has answered within a minute")
-
-
 def test_a_door_that_cannot_come_back_ends_the_server_and_is_not_started_for_ever(artifact: Path, tmp_path: Path) -> None:
     opened = Artifact.open(artifact)
     started = start_engine(opened, lambda: CpuExecutor(opened))
