@@ -79,6 +79,7 @@ def test_the_image_for_npus_installs_an_extra_that_there_is_and_passes_its_argum
     assert done.stdout == "serve|--host|0.0.0.0|a b|"
 
 
+@pytest.mark.long
 def test_what_the_image_for_cpus_runs_serves(tmp_path: Path) -> None:
     """Its installation, from a wheel into an environment that has the dependencies alone, its command and its health check.
 

@@ -129,6 +129,7 @@ def test_top_p_alone_samples_what_the_cpu_samples(checkpoints, tmp_path):
     assert all(a.token_ids != b.token_ids for a, b in zip(*runs.values(), strict=True)), "a seed decides"
 
 
+@pytest.mark.long
 def test_a_prompt_begins_after_pages_and_a_state_that_an_earlier_one_left(checkpoints, tmp_path):
     """A hybrid model on two emulated ranks: pages and slots hold on a device what they hold here, and drafts are verified after a hit."""
     sizes = {**SIZES, "buckets": (1,), "max_model_len": 512, "checkpoint_slots": 4}

@@ -29,7 +29,7 @@ def threads():
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.short_cases("qwen3", "qwen3.5")
+@pytest.mark.short_cases("qwen3")
 def test_it_serves_what_one_device_computes(name, tmp_path):
     optional.transfer_engine()
     case = CASES[name]
@@ -57,8 +57,8 @@ def test_it_serves_what_one_device_computes(name, tmp_path):
     assert checked.decided >= 8
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["qwen3", "deepseek-v3.2"])
-@pytest.mark.short_cases("qwen3")
 def test_steps_of_several_widths_give_the_tokens_of_one(name, tmp_path):
     """Of graphs that are captured, and of GE's with latents."""
     case = CASES[name]

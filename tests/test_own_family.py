@@ -50,11 +50,13 @@ def output_of(command: str, cwd: Path) -> list[str]:
     return [] if target else result.stdout.splitlines()
 
 
+@pytest.mark.long
 def test_the_documents_commands_do_what_it_says(place):
     """Prefill in chunks and decoding give the tokens of transformers (compare.py); the artifacts for ranks and NPUs are verified."""
     assert len(json.loads((place / "ours.json").read_text())["token_ids"]) == 64
 
 
+@pytest.mark.long
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["small", "small-w8a8"])
 def test_logits_are_those_of_transformers(place, name):
@@ -70,6 +72,7 @@ def test_logits_are_those_of_transformers(place, name):
         assert (ours - theirs).norm() < 0.2 * theirs.norm()
 
 
+@pytest.mark.long
 def test_an_artifact_is_served_without_the_family_file(place):
     assert re.search(rf"^    {SERVE}$", own_family.DOCUMENT, re.MULTILINE)
     file = place / "qwen2.py"

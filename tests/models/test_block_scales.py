@@ -172,7 +172,10 @@ def drafting(directory: Path, formats: Formats, mesh: Mesh, rules: Rules) -> Mod
     return replace(model, config=replace(model.config, variant=replace(model.config.variant, shards=shards)))
 
 
-@pytest.mark.parametrize(("mesh", "expert_parallel"), [("dp=1", True), ("tp=2", True), ("tp=2", False), ("dp=2,tp=2", True)])
+@pytest.mark.parametrize(
+    ("mesh", "expert_parallel"),
+    [*(pytest.param(mesh, True, marks=pytest.mark.long) for mesh in ("dp=1", "tp=2")), ("tp=2", False), ("dp=2,tp=2", True)],
+)
 @pytest.mark.parametrize("form", FORMATS)
 def test_ranks_read_their_parts_of_the_floats_and_quantise_them(
     published: tuple[fp8.Published, Path], form: str, mesh: str, expert_parallel: bool

@@ -111,7 +111,7 @@ def served(directory, drafts=3, vocab=0):
     return request.output[:12], [row["drafts"].tolist() for row in rows] if drafts else []
 
 
-@pytest.mark.parametrize("name", ["pairs", "latent"])
+@pytest.mark.parametrize("name", [pytest.param("pairs", marks=pytest.mark.long), "latent"])
 @torch.no_grad()
 def test_a_rotated_model_drafts_as_the_one_that_was_rotated(tmp_path, name):
     """By the tensor `rot.weight` and an output head of its own, as ModelSlim folds GLM-5 (tests/support/rotated.py)."""

@@ -44,7 +44,7 @@ def expect_cache(server, course, request):
         torch.testing.assert_close(memory[name], rows[: request.start], atol=TOLERANCE, rtol=TOLERANCE)
 
 
-@pytest.mark.parametrize("drafts", [1, 2, 3, 7])
+@pytest.mark.parametrize("drafts", [pytest.param(1, marks=pytest.mark.long), 2, pytest.param(3, marks=pytest.mark.long), 7])
 @pytest.mark.parametrize("name", MODELS)
 @torch.no_grad()
 def test_drafts_and_cache_are_those_of_the_whole_text(name, drafts):

@@ -48,7 +48,7 @@ def truth(random, requests, tokens):
     return [request.output for request in plain]
 
 
-@pytest.mark.parametrize("drafts", [1, 4])
+@pytest.mark.parametrize("drafts", [pytest.param(1, marks=pytest.mark.long), 4])
 @pytest.mark.parametrize("name", HEADS)
 @torch.no_grad()
 def test_drafts_are_those_of_the_published_formulas(name, drafts):

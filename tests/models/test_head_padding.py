@@ -136,6 +136,7 @@ def test_a_rank_of_an_npu_has_a_power_of_two_of_heads_over_latents(ranks):
         ("sparse", 4, 0),
     ],
 )
+@pytest.mark.short_cases("plain-4-0", "plain, three groups-2-0", "gated-2-1", "latent-4-1", "sparse-4-0")
 def test_ranks_say_what_transformers_says(name, tp, drafts):
     """Prompts in two chunks, then decode steps; drafts are those of one device without padding."""
     small, batch = model(name, f"tp={tp}"), 4

@@ -209,6 +209,7 @@ def sampled():
     return functools.cache(lambda name: Sampled(name))
 
 
+@pytest.mark.short_cases("moe")
 @pytest.mark.parametrize("name", [*MODELS, TRAINED])
 def test_sampled_outputs_are_the_same_alone_and_in_a_full_batch(sampled, name):
     """With the head's own drafts, of which each request in the batch verifies another number."""

@@ -99,7 +99,7 @@ def expected_bytes(params, mesh, rules, copies):
         ("plain", 2, "apart"),
     ],
 )
-@pytest.mark.parametrize("block_bytes", [2**20, 5000])
+@pytest.mark.parametrize("block_bytes", [pytest.param(2**20, marks=pytest.mark.long), 5000])
 def test_a_shard_is_the_slice_of_the_whole(directories, monkeypatch, written, quantization, mesh, block_bytes):
     directory, mesh = directories[written], Mesh.parse(mesh)
     model = model_of(directory, mesh, quantization)

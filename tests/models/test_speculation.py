@@ -40,7 +40,7 @@ def test_every_combination_of_accepted_drafts_in_three_rows(courses, name, draft
     course.walk(course.server(drafts), together(*rights))
 
 
-@pytest.mark.parametrize("drafts", [4, 5, 6, 7])
+@pytest.mark.parametrize("drafts", [*(pytest.param(drafts, marks=pytest.mark.long) for drafts in (4, 5, 6)), 7])
 @pytest.mark.parametrize("name", MODELS)
 def test_every_combination_of_accepted_drafts_in_two_rows_of_six(courses, name, drafts):
     """A Latin square: over all steps every two neighbouring rows accept every pair of counts."""

@@ -73,7 +73,7 @@ def kinds(tokens: list[int]) -> dict[str, Sampling]:
 
 
 @pytest.mark.parametrize("kind", kinds([0] * 3))
-@pytest.mark.short_cases("bias", "all", "repetition")
+@pytest.mark.short_cases("all")
 def test_greedy_output_is_that_of_transformers(executors, theirs, free, kind):
     """More requests than a step has adjustments of, beside free ones; with drafts, without, and with steps launched ahead."""
     asked = [kinds(tokens)[kind] for tokens in free]

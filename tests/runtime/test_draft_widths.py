@@ -80,13 +80,13 @@ GREEDY, SAMPLED = Sampling(), Sampling(temperature=0.8, top_k=20, seed=11)
 def test_tokens_are_those_of_any_one_width(executors, name):
     executor = executors[name]
     requests = (GREEDY, SAMPLED, Sampling(temperature=1.2, seed=4), GREEDY)
-    several = Served(executor, *requests)
+    several = Served(executor, *requests, tokens=60)
     assert set(several.widths) == set(WIDTHS)
     for width in WIDTHS:
-        alone = Served(executor, *requests, only=(width,))
+        alone = Served(executor, *requests, only=(width,), tokens=60)
         assert set(alone.widths) == {width}
         assert alone.tokens == several.tokens
-    assert Served(executor, *requests, run_ahead=executor.run_ahead, speculative_tokens=0).tokens == several.tokens
+    assert Served(executor, *requests, tokens=60, run_ahead=executor.run_ahead, speculative_tokens=0).tokens == several.tokens
 
 
 def test_a_checkpoint_whose_drafts_are_refused_comes_to_steps_without_and_one_whose_agree_to_the_widest(executors):

@@ -113,14 +113,6 @@ def serve(executor: Any, requests: Sequence[Request], **options: Any) -> tuple[l
     return sinks, engine.stats()
 
 
-def test_one_after_the_other(executor: CpuExecutor) -> None:
-    tiny.poison(executor)
-    for seed, (name, parts) in enumerate(CASES.items()):
-        (sink,), stats = serve(executor, [asked(name, made(parts, seed))])
-        assert (sink.tokens, sink.end.message) == (expected(parts, seed), None), name
-        assert sink.end.record.encoded_pictures == stats["encoded_pictures_total"] == sum(not isinstance(part, int) for part in parts)
-
-
 @pytest.mark.parametrize("run_ahead", [0, 1])
 def test_together_and_again(executor: CpuExecutor, run_ahead: int) -> None:
     """Batches of prompts with and without pictures; the second round has all rows and prefixes of the first."""

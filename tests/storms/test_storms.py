@@ -14,6 +14,8 @@ from storms.soak import soak
 from storms.turns import converse
 from support import tiny
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory):
@@ -49,7 +51,6 @@ def test_a_turn_of_a_conversation_computes_its_message_alone(target):
     assert not any(asyncio.run(target.idle()).values())
 
 
-@pytest.mark.long
 def test_wrong_input_is_nobodys_fault_but_the_clients(target, known):
     found, calm = asyncio.run(fuzz(target, known[0], 300, 200, seed=4))
     assert found.faults == []

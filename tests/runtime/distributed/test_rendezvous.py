@@ -72,19 +72,6 @@ def other(config, rank, **changes):
     return replace(config, rank=rank, hosts_store=False, **changes)
 
 
-def test_ranks_that_fit_are_connected(first):
-    config, store = first
-    others = [Rank(other(config, rank)) for rank in (2, 1)]
-    connections = accept_ranks(config, store, IDENTITY)
-    assert sorted(connections) == [1, 2]
-    for rank in others:
-        rank.join(WAIT_S)
-        assert rank.error is None
-        assert connections[rank.config.rank].stream.getpeername() == rank.stream.getsockname()
-        rank.stream.close()
-        connections[rank.config.rank].stream.close()
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from npucompile.runtime.kv_transfer.room import Do, Event, Kind, Room, Stage, Timeouts, begin_decode, begin_prefill, decode, prefill
+from npucompile.runtime.kv_transfer.room import Do, Event, Kind, Stage, Timeouts, begin_decode, begin_prefill, decode, prefill
 
 TIMEOUTS = Timeouts()
 TO_DECODE = {Do.SEND_COMPUTED: Kind.COMPUTED, Do.SEND_DONE: Kind.DONE, Do.SEND_FAILED: Kind.FAILED, Do.SEND_GONE: Kind.GONE}
@@ -181,13 +181,6 @@ def test_nothing_is_held_lost_or_twice(choices: list[tuple[int, int]]) -> None:
     assert not pair.p_lives or pair.p.stage is Stage.ENDED
     assert (pair.outcomes[Do.RUN] == 1) == (pair.d.stage is Stage.LANDED)
     assert bool(pair.d.reason) == (pair.d.stage is Stage.ENDED)
-
-
-def test_a_quiet_room_lands():
-    pair = Pair()
-    for name in ("prefilled", "to decode", "reserved", "to prefill", "written", "to decode"):
-        pair.moves()[name]()
-    assert (pair.p, pair.d, pair.outcomes) == (Room(Stage.ENDED), Room(Stage.LANDED), Counter({Do.RUN: 1}))
 
 
 @pytest.mark.parametrize("last", [Kind.GONE, Kind.DONE, Kind.FAILED, Kind.REVOKED])

@@ -12,15 +12,12 @@ from support.texts import byte_codec
 
 from npucompile.graphs.errors import RequestError
 from npucompile.runtime.request import Request, Sampling, TokenEvent
-from npucompile.server.chat.format import ChatFormat
-from npucompile.server.chat.template import ChatTemplate
 from npucompile.server.engine.generation import completion_seed
 from npucompile.server.engine.service import ServedModel, Service
 from npucompile.server.requests.bounds import MAX_SEED
-from npucompile.server.requests.create_body import ChatMessage, read_create
-from npucompile.server.response.events import ResponseInfo
+from npucompile.server.requests.create_body import read_create
 from npucompile.server.response.prepare import prepare as prepare_response
-from npucompile.server.response.progress import PreparedResponse, Response
+from npucompile.server.response.progress import Response
 
 SAMPLED = {"temperature": 0.5, "top_p": 0.9, "seed": 3}
 MODEL = ServedModel("tiny", max_model_len=16, vocab_size=300, eos_token_ids=frozenset({299}))
@@ -32,28 +29,6 @@ def service(engine=None, **options):
 
 def prepare(**fields):
     return prepare_response(service(), read_create(fields), "resp_1", "s")
-
-
-def test_a_text_becomes_a_request():
-    sampling = Sampling(**SAMPLED)
-    prepared = prepare(input="abc", max_output_tokens=4, **SAMPLED, stop=["x"], top_logprobs=2, speculative_tokens=0)
-    request = Request("resp_1", byte_codec().encode("abc"), 4, sampling, frozenset({299}), logprobs=2, speculative_tokens=0)
-    info = ResponseInfo("resp_1", "s", "tiny", 1700000000, 4, 0.5, 0.9, top_logprobs=2, store=True)
-    assert prepared == PreparedResponse(info, (request,), ("x",), (ChatMessage("user", "abc"),))
-
-
-def test_a_conversation_goes_through_the_chat_template():
-    form = ChatFormat(ChatTemplate("{% for m in messages %}{{ m.role[0] + m.content }}{% endfor %}{{ add_generation_prompt }}"))
-    conversation = [{"role": "system", "content": "b"}, {"role": "user", "content": "c"}]
-    prepared = prepare_response(service(chat=form), read_create({"input": conversation}), "resp_1", "s")
-    assert prepared.requests[0].prompt == byte_codec().encode("sbucTrue")
-
-
-def test_a_model_has_further_names():
-    facade = Service(ManualEngine(), byte_codec(), replace(MODEL, aliases=("other",)))
-    facade.check_model("other")
-    with pytest.raises(RequestError, match="served here is 'tiny' or 'other'"):
-        facade.check_model("third")
 
 
 @pytest.mark.parametrize(("logprobs", "top_logprobs"), [(None, 0), (0, 0), (20, 20)])

@@ -118,16 +118,6 @@ def test_results_of_tools_may_be_pictures(served):
     assert f"tool\nseen: {START}{IMAGE * 6}{END}" in prompt_of(engine)
 
 
-def test_requests_say_how_large_pictures_are_read(served):
-    client, engine, _ = served
-    answer = ask(client, image(url(128, 128)), text("x"), extra_body={"mm_processor_kwargs": {"max_pixels": 4096}})
-    assert answer.usage.prompt_tokens_details.image_tokens == 4
-    assert engine.requests[-1].pictures[0].grid == (4, 4)
-    digest = engine.requests[-1].pictures[0].digest
-    ask(client, image(url(128, 128)), text("x"))
-    assert engine.requests[-1].pictures[0].digest != digest
-
-
 @pytest.mark.parametrize(
     ("given", "param", "code"),
     [

@@ -248,9 +248,8 @@ def test_an_eager_graph_that_is_wrong_is_not_served_in_place_of_its_executable(t
 
 
 @pytest.mark.skipif(torch.cpu.get_capabilities().get("architecture") != "x86_64", reason="levels are of x86-64")
-@pytest.mark.parametrize(
-    ("drafts", "dtype"), [(0, "auto"), (0, "float32"), pytest.param(3, "auto", marks=pytest.mark.long)], ids=["auto", "float32", "drafts"]
-)
+@pytest.mark.parametrize(("drafts", "dtype"), [(0, "auto"), (0, "float32"), (3, "auto")], ids=["auto", "float32", "drafts"])
+@pytest.mark.short_cases("auto")
 def test_a_build_is_proved_with_avx_512_hidden(tmp_path, tiny_checkpoint, drafts, dtype):
     """In the dtype that a CPU without AVX-512 gets, and in float32, with one decode graph and one of prefill."""
     # Kept for later runs, as the kernels of tests/support are: what is compiled goes by its sources, and is proved each time.

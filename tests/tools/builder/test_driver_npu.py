@@ -140,6 +140,7 @@ def test_one_bucket_more_is_one_lowered_and_one_less_is_none(model, plan, lowere
     assert set(tiny.contents(artifact.path)) == {*artifact.manifest.files, MANIFEST}
 
 
+@pytest.mark.long
 def test_it_is_the_same_bytes_in_another_process_and_another_place(model, plan, lowered, build, tmp_path, monkeypatch):
     """Processes of a pool of two, which order their sets otherwise, against this one."""
     small = tiny.planned_device(model, prefill=(4,), buckets=(2,))

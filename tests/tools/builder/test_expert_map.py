@@ -262,9 +262,8 @@ def test_emulated_npus_generate_the_same_tokens(checkpoint: Any, npu_artifact: A
     built = quantization == "none"
     plain = Artifact.open(npu_artifact("dp=2,tp=2")) if built else npu_build(checkpoint, tmp_path / "plain", **options)
     maps = [json.dumps(drawn(seed)) for seed in range(2)]
-    first, second = (npu_build(checkpoint, tmp_path / f"map{seed}", expert_map=text, **options) for seed, text in enumerate(maps))
-    digests = [{entry.bucket: entry.digest for entry in artifact.manifest.graphs} for artifact in (plain, first, second)]
-    assert digests[1] == digests[2]
+    first = npu_build(checkpoint, tmp_path / "map", expert_map=maps[0], **options)
+    digests = [{entry.bucket: entry.digest for entry in artifact.manifest.graphs} for artifact in (plain, first)]
     assert all(digests[0][bucket] != digest for bucket, digest in digests[1].items())
     assert {leaf.name: leaf.aval.shape[0] for leaf in first.manifest.params}["params.layers.0.mlp.down.weight"] == 12
     weights = [artifact.manifest.graphs[-1].memory["params_bytes"] for artifact in (plain, first)]
@@ -272,9 +271,9 @@ def test_emulated_npus_generate_the_same_tokens(checkpoint: Any, npu_artifact: A
     # A rank has two experts of each layer, and a copy; its table, and those of four ranks.
     assert weights[1] - weights[0] == sum(experts) // 8 + 3 * 8 * 4 * (1 + 4)
     assert full_model(first.manifest).placement == ExpertPlacement(tuple(map(tuple, drawn(0)["physical_to_logical_map"])))
-    # The proof of a small model places its experts, too.
-    changed = SimpleNamespace(path=first.path, manifest=replace(first.manifest, graphs=first.manifest.graphs[-1:]))
-    assert npu.verify_device(changed, tmp_path, tiny.QUIET, steps=1)
+    if not built:
+        second = npu_build(checkpoint, tmp_path / "another", expert_map=maps[1], **options)
+        assert {entry.bucket: entry.digest for entry in second.manifest.graphs} == digests[1]
     answers = []
     # Weights of another map are those of its own build (test_weights.py), so that one of both is enough here.
     for artifact, fields in ((plain, {}), (first, {} if built else {"expert_map": maps[1]})):

@@ -20,9 +20,6 @@ from npucompile.graphs.types import Bucket
 from npucompile.lowering.artifact.artifact import Artifact
 from npucompile.models import vision
 from npucompile.runtime.cpu_executor import CpuExecutor
-from npucompile.runtime.picture_spans import positions
-from npucompile.runtime.steps.pack import pack
-from npucompile.runtime.steps.rows import DecodeRow, Places, PrefillRow, Row
 from npucompile.server.pictures import videos
 from npucompile.server.pictures.processor import PUBLISHED
 from npucompile.tools.agreement.executables import verify
@@ -180,28 +177,6 @@ def encode(executor: CpuExecutor, request: towers.Prompt) -> None:
         rows = list(range(first, first + h * w // 4))
         inputs["picture_rows"][-1, : len(rows)] = request.rows[span.first : span.end] = rows
         assert executor.launch(bucket, [inputs]).result()[0]["finite"].all()
-
-
-def step(executor: CpuExecutor, bucket: Bucket, row: Row) -> Any:
-    """Outputs of a step with one request."""
-    return executor.launch(bucket, [pack(bucket, [row], executor.limits, max_logprobs=executor.max_logprobs)]).result()[0]
-
-
-def test_its_steps_give_the_tokens_of_transformers(artifact: Artifact) -> None:
-    executor, request = CpuExecutor(artifact), towers.prompt(NAME, [3, (4, 6), 2, (6, 10), 5], seed=7)
-    encode(executor, request)
-    expected, places = request.logits(NAME), positions(request.count, request.spans)
-    for begin in range(0, request.count, 8):
-        end = min(begin + 8, request.count)
-        behind = request.tokens[end] if end < request.count else -1
-        of_chunk = Places(places[begin:end], request.rows[begin : end + 1] + [0] * (end == request.count))
-        row = PrefillRow(request.tokens[begin:end], begin, [1, 2, 3, 4], 1, 1, behind, places=of_chunk)
-        outputs = step(executor, Bucket("prefill", 1, 8), row)
-        torch.testing.assert_close(torch.from_numpy(outputs["logits"][0, -1]), expected[end - 1], rtol=1e-4, atol=1e-4)
-    for _ in range(12):
-        request.tokens.append(int(outputs["tokens"][0, -1]))
-        assert request.tokens[-1] == int(request.logits(NAME)[-2].argmax())
-        outputs = step(executor, Bucket("decode", 2, 1), DecodeRow(1, len(request.tokens) - 1, [1, 2, 3, 4], [1]))
 
 
 def test_groups_encode_their_own_pictures_and_ranks_agree_with_one_device(checkpoint: Path, tmp_path: Path) -> None:

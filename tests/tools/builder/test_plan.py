@@ -231,7 +231,9 @@ OTHER_ROWS = [
 ]
 
 
-@pytest.mark.parametrize(("name", "phase"), OTHER_ROWS)
+@pytest.mark.parametrize(
+    ("name", "phase"), [pytest.param(*row, marks=pytest.mark.long if number % 2 else ()) for number, row in enumerate(OTHER_ROWS)]
+)
 def test_every_other_published_deployment_plans_as_published_or_says_what_differs(name, phase):
     row = deployments.deployment(name)
     part, source = row.phase(phase), source_of(row)
@@ -263,10 +265,10 @@ def test_the_big_model_alone_is_its_default_deployment():
     assert more.limits.num_pages == plan.limits.num_pages
 
 
-@pytest.mark.parametrize(("name", "phase"), ROWS)
-@pytest.mark.parametrize(
-    "changes", [{}, {"max_num_seqs": 200}, {"max_model_len": 1024, "prefill": (PrefillSize(128), PrefillSize(512)), "quantization": "w8a8"}]
-)
+CHANGES = ({"max_num_seqs": 200}, {"max_model_len": 1024, "prefill": (PrefillSize(128), PrefillSize(512)), "quantization": "w8a8"})
+
+
+@pytest.mark.parametrize(("name", "phase", "changes"), [*((*row, {}) for row in ROWS), *((*ROWS[0], changes) for changes in CHANGES)])
 def test_arguments_of_a_deployment_make_the_same_plan(name, phase, changes):
     plan = planning.plan(replace(options_for(name, phase), **changes))
     assert planning.plan(options_of(plan.arguments)) == plan

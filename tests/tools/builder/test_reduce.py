@@ -39,7 +39,7 @@ def test_layers_and_heads_stay_and_widths_shrink(name):
     assert sizes[0] * 50 < sizes[1]
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.long if number % 3 else ()) for number, name in enumerate(PRESETS)])
 def test_the_meshes_of_published_deployments_split_it(name, monkeypatch):
     source = replace(registry.find(name), name=f"{name}-reduced", model=small(name))
     monkeypatch.setattr(planning.registry, "find", lambda name, family: source)

@@ -55,8 +55,8 @@ def test_a_rung_that_fails_ends_the_command_with_status_1_and_is_said(tmp_path, 
     assert (result.exit_code, result.stderr) == (1, f"operators: {first['what']}: {first['message']}\n")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-@pytest.mark.short_cases("15")
 def test_an_interrupted_command_ends_with_its_report_and_the_next_one_goes_on(tmp_path, artifact, kept_environment, number):
     code = "import signal; from npucompile.tools.cli import main; signal.signal(2, signal.default_int_handler); main()"
     options = ("--device", "emulated", "--only", "environment", "--only", "operators:MatMul", "--only", "serve", "--json")

@@ -69,7 +69,9 @@ def legal(imported: Imported) -> int:
     return planned
 
 
-@pytest.mark.parametrize("entry", CORPUS, ids=range(len(CORPUS)))
+@pytest.mark.parametrize(
+    "entry", [pytest.param(entry, id=str(number), marks=pytest.mark.long if number % 2 else ()) for number, entry in enumerate(CORPUS)]
+)
 def test_published_scripts_leave_no_flag_unmentioned(entry):
     imported = read_entry(entry["text"])
     plain = imported.as_dict()

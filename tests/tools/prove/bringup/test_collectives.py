@@ -92,7 +92,10 @@ class Told(Watch):
         return []
 
 
-@pytest.mark.parametrize(("kind", "assumption"), [("HcomReduceScatter", "communicators"), ("MoeDistributeDispatchV2", "expert-exchange")])
+@pytest.mark.parametrize(
+    ("kind", "assumption"),
+    [pytest.param("HcomReduceScatter", "communicators", marks=pytest.mark.long), ("MoeDistributeDispatchV2", "expert-exchange")],
+)
 def test_the_rank_that_got_something_else_says_what(artifact, kind, assumption):
     answers = run(artifact, wrong_results(lambda executable: executable.types == [kind]))
     assert [isinstance(answer, CollectiveError) for answer in answers] == [False, False, True, False]

@@ -24,7 +24,7 @@ def outcome(results):
     return [(result.name, result.finished, [failure.what for failure in result.failures]) for result in results]
 
 
-@pytest.mark.short_cases("aborts")
+@pytest.mark.short_cases("raises")
 @pytest.mark.parametrize("kind", [ABORTS, RAISES])
 def test_a_collective_in_which_a_rank_fails_is_named_and_the_others_are_run(two_ranks, seen_by_the_second, tmp_path, kind):
     # The environment has opened the first device; one of the ranks has the second.

@@ -62,7 +62,7 @@ def test_a_device_without_a_fault_passes_every_rung_with_times_beside_estimates(
     ],
     ids=["operator", "layer", "bucket", "bucket's state", "alternation"],
 )
-@pytest.mark.short_cases("layer", "alternation")
+@pytest.mark.short_cases("layer")
 def test_a_fault_is_found_by_its_rung_and_the_next_one_runs(npu_artifact, runnable, on_run, wanted, assumptions, what):
     results = bringups.ladder(npu_artifact, Opens(on_run), wanted).run()
     assert [(result.name, result.finished, result.passed) for result in results] == [
@@ -190,6 +190,7 @@ def test_a_bucket_that_does_not_start_is_tried_again_where_its_kind_has_no_other
     assert {timing.what for timing in results[0].timings} == set(files)
 
 
+@pytest.mark.long
 def test_one_that_never_starts_is_named_and_left_out(npu_artifact):
     files = files_of(npu_artifact)
     results = bringups.ladder(npu_artifact, Opens(faulty.ends_in(files["decode-b2-q2"])), ["buckets", "serve"]).run()
@@ -200,6 +201,7 @@ def test_one_that_never_starts_is_named_and_left_out(npu_artifact):
     assert {timing.what for timing in results[0].timings} == {"prefill-b1-q4", "decode-b4-q2"}
 
 
+@pytest.mark.long
 def test_one_that_never_starts_and_cannot_be_left_out_ends_all(small_artifact):
     bringup = bringups.ladder(small_artifact, Opens(faulty.ends_in(files_of(small_artifact)["decode-b1-q2"])), ["buckets", "serve"])
     (result,) = bringup.run()
