@@ -54,19 +54,6 @@ def test_coordinates_are_row_major_whatever_the_order_of_the_axes() -> None:
             mesh.coordinates(rank)
 
 
-def test_groups_by_hand() -> None:
-    assert Mesh.parse("dp=2,tp=3").groups() == {
-        "dp": ((0, 3), (1, 4), (2, 5)),
-        "tp": ((0, 1, 2), (3, 4, 5)),
-        "world": ((0, 1, 2, 3, 4, 5),),
-    }
-    assert Mesh.parse("tp=2").groups() == {"dp": ((0,), (1,)), "tp": ((0, 1),), "world": ((0, 1),)}
-    assert Mesh.parse("x=2").groups() == {"dp": ((0,), (1,)), "tp": ((0,), (1,)), "axis:x": ((0, 1),), "world": ((0, 1),)}
-    assert Mesh().groups() == {"dp": ((0,),), "tp": ((0,),), "world": ((0,),)}
-    # Expert dispatch may have a group of its own, whose ranks are all ranks.
-    assert Mesh.parse("dp=2,tp=2").groups(["tp", "dispatch"]) == {"tp": ((0, 1), (2, 3)), "dispatch": ((0, 1, 2, 3),)}
-
-
 @pytest.mark.parametrize("text", ["dp=2,tp=2", "tp=4", "dp=3,tp=2", "tp=3,dp=2", "dp=2,pp=3,tp=2", ""])
 def test_a_group_is_the_ranks_that_differ_on_its_axis_alone(text: str) -> None:
     mesh = Mesh.parse(text)

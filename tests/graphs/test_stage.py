@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from npucompile.graphs import cost, ops
-from npucompile.graphs.ir.trace import trace
 from npucompile.graphs.spmd.layout import constrain
 from npucompile.graphs.spmd.partition import partition
 from npucompile.graphs.types import Aval, Bucket, Mesh, Program, Rules, Tree
@@ -30,16 +29,6 @@ PROGRAM = Program(
     {"k": POOL, "v": POOL},
     {"x": Aval((2, 16), F32), "slots": Aval((2,), torch.int32)},
 )
-
-
-def test_every_stage_names_itself() -> None:
-    traced = trace(PROGRAM)
-    partitioned = partition(traced, Mesh(), Rules())
-    lowered = lower_eager(partitioned)
-    titles = ["decode-b2-q1 traced", "decode-b2-q1 partitioned over mesh 1", "decode-b2-q1 lowered for eager"]
-    texts = [stage.as_text() for stage in (traced, partitioned, lowered)]
-    assert [text.splitlines()[0] for text in texts] == titles
-    assert texts[0].splitlines()[1:] == texts[1].splitlines()[1:]
 
 
 def test_lowering_in_place_changes_neither_cost_nor_what_is_held() -> None:

@@ -64,17 +64,6 @@ def test_rules_refuse_two_axes_on_one_mesh_axis() -> None:
 TURNED = Rules.of({"heads": "tp", "experts": ("dp", "tp"), "turned": ("tp", "dp"), "absent": "sp"})
 
 
-def test_a_slice_by_hand() -> None:
-    mesh = Mesh.parse("dp=2,tp=3")
-    aval = Aval((12, 5, 6), F32, ("experts", None, None))
-    assert TURNED.local_aval(aval, mesh) == Aval((2, 5, 6), F32, aval.axes)
-    assert TURNED.local_slice(aval, mesh, 4) == (slice(8, 10), slice(0, 5), slice(0, 6))
-    assert TURNED.local_slice(Aval((12,), F32, ("turned",)), mesh, 4) == (slice(6, 8),)
-    assert TURNED.local_slice(Aval((12, 6), F32, (None, "heads")), mesh, 4) == (slice(0, 12), slice(2, 4))
-    assert TURNED.local_slice(Aval((4,), F32, ("absent",)), mesh, 4) == (slice(0, 4),)
-    assert TURNED.local_slice(Aval((), F32), mesh, 5) == ()
-
-
 @given(
     st.lists(st.sampled_from([None, "heads", "experts", "turned", "other"]), max_size=3),
     st.sampled_from(["dp=2,tp=3", "tp=6", "dp=3,tp=1", ""]),

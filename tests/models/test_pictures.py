@@ -80,20 +80,6 @@ def test_requests_with_and_without_pictures_decode_as_in_transformers(server: Ca
         torch.testing.assert_close(out["logits"][:, 0], torch.stack(before), **TOLERANCE)
 
 
-def test_a_second_turn_goes_on_behind_the_pictures(server: Callable[..., Server]) -> None:
-    (request,) = asked = requests("one")
-    running = server()
-    started(running, asked, 16)
-    for _ in range(3):
-        running.decode(Bucket("decode", 2, 1), asked)
-    # The last token is not in the cache yet.
-    known, more = len(request.tokens) - 1, prompt(NAME, [2, (4, 4), 3], 9)
-    longer = Prompt(request.tokens + more.tokens, request.grids + more.grids, torch.cat([request.pixels, more.pixels]))
-    running.encode(longer)
-    out = running.prefill(Bucket("prefill", 2, 32), [longer], known, longer.count)
-    torch.testing.assert_close(out["logits"][0, 0], longer.logits(NAME)[-1], **TOLERANCE)
-
-
 @pytest.mark.parametrize("chunk", [7, 64])
 def test_drafts_change_no_token(server: Callable[..., Server], chunk: int) -> None:
     plain, drafted = requests("three", "text", "one"), requests("three", "text", "one")

@@ -5,65 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-import torch
 
 from npucompile.graphs.steps.inputs import OPTIONAL_ROWS
 from npucompile.graphs.steps.table import StepInputs, kind_of
 from npucompile.graphs.types import Bucket, Limits
 
 LIMITS = Limits(page_size=4, num_pages=9, num_slots=5, max_model_len=24)
-SAMPLING = {"temperature": (), "top_k": (), "top_p": (), "min_p": ()}
-ANY = {"request_slots": (), "page_table": (6,), **SAMPLING}
-
-
-def shapes(bucket: Bucket, limits: Limits, **options: bool) -> dict[str, tuple[int, ...]]:
-    """Shape of every input without the batch dimension, which is the first."""
-    avals = StepInputs(bucket, limits, **options).avals()
-    assert all(aval.shape[0] == bucket.batch for aval in avals.values())
-    floats = {name for name, aval in avals.items() if aval.dtype == torch.float32}
-    assert floats == {"temperature", "top_p", "min_p", "uniform"}
-    assert {aval.dtype for name, aval in avals.items() if name not in floats} == {torch.int32}
-    return {name: aval.shape[1:] for name, aval in avals.items()}
-
-
-@pytest.mark.parametrize("drafts", [0, 1, 3, 7])
-def test_decode_reads_tokens_and_positions_from_request_slots(drafts):
-    """A decode step has no token and no position among its inputs except `base`, the smallest possible position."""
-    Q, limits = drafts + 1, replace(LIMITS, slots_per_request=drafts + 1, drafts=drafts)
-    wanted = ANY | {"drafts": (), "base": (), "state_slots_out": (Q,), "uniform": (2 * Q - 1,)}
-    assert shapes(Bucket("decode", 3, Q), limits) == wanted
-    assert shapes(Bucket("decode", 3, Q), limits, logprobs=True) == wanted | {"logprobs": ()}
-
-
-@pytest.mark.parametrize("drafts", [0, 3])
-def test_prefill_is_given_the_token_after_a_chunk_where_it_drafts(drafts):
-    limits = replace(LIMITS, slots_per_request=drafts + 1, drafts=drafts)
-    wanted = ANY | {
-        "tokens": (16,),
-        "num_computed_tokens": (),
-        "query_lens": (),
-        "state_slots_in": (),
-        "state_slots_out": (1,),
-        "uniform": (1,),
-    }
-    wanted |= {"next_tokens": ()} if drafts else {}
-    assert shapes(Bucket("prefill", 2, 16), limits) == wanted
-    assert shapes(Bucket("prefill", 2, 16), limits, logprobs=True) == wanted | {"logprobs": ()}
-
-
-SHARED = ["request_slots", "page_table", "state_slots_out", "temperature", "top_k", "top_p", "min_p", "logprobs", "uniform"]
-
-
-@pytest.mark.parametrize(
-    ("bucket", "names"),
-    [
-        (Bucket("prefill", 2, 16), ["tokens", "num_computed_tokens", "query_lens", "state_slots_in", "next_tokens", *SHARED]),
-        (Bucket("decode", 2, 4), ["drafts", "base", *SHARED]),
-    ],
-)
-def test_leaves_are_in_the_order_that_built_graphs_have(bucket, names):
-    drafting = replace(LIMITS, slots_per_request=4, drafts=3)
-    assert list(StepInputs(bucket, drafting, logprobs=True).avals()) == names
 
 
 @pytest.mark.parametrize("bucket", [Bucket("prefill", 2, 16), Bucket("decode", 2, 4)])
