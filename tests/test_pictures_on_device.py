@@ -102,8 +102,8 @@ def shown(prompt: towers.Prompt) -> tuple[PictureInput, ...]:
     return tuple(pictures)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.short_cases("one device")
 def test_it_serves_pictures_as_one_device_computes_them(name: str, tmp_path: Path) -> None:
     case = CASES[name]
     directory = checkpoint(tmp_path, case.scheme)

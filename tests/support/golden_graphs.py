@@ -103,7 +103,7 @@ def _captured() -> Iterator[Case]:
 def _pictures() -> Iterator[Case]:
     """Graphs whose prompts may have pictures."""
     for chosen in BACKENDS:
-        yield Case(f"tiny pictures {chosen}", {"model": MIXTURE, "backend": chosen}, quick=chosen == "ge", picture_rows=33)
+        yield Case(f"tiny pictures {chosen}", {"model": MIXTURE, "backend": chosen}, picture_rows=33)
     full: dict[str, Any] = {"model": "qwen3.5-397b"}
     yield Case("pictures qwen3.5-397b", full, kinds=("prefill",), picture_rows=16385)
     captured = {"backend": "aclgraph", "operator_packages": OPERATOR_PACKAGES, "deployment": "qwen35-397b-a3x8-in3k5-out1k5-50ms"}

@@ -101,7 +101,7 @@ def lowered_for_the_newest(partitioned: Partitioned) -> GraphModule:
         "sparse attention",
     ],
 )
-@pytest.mark.short_cases("dispatched", "w8a8, newest", "fused projections", "int4 everywhere", "latent attention")
+@pytest.mark.short_cases("dispatched", "w8a8, newest", "int4 everywhere", "latent attention")
 def test_every_rank_says_and_remembers_the_same(
     mesh: str, variant: Variant, model: str, drafts: int, live: tuple[int, ...], newest: bool
 ) -> None:

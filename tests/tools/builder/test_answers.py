@@ -126,6 +126,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.write_checkpoint(tmp_path_factory.mktemp("model") / "tiny", **tiny.NPU_SIZES)
 
 
+@pytest.mark.long
 def test_answers_are_taken_where_they_are_cheap(tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The figure is that of `inspect --cost` of two artifacts, with the answer and without it."""
     options = Options(str(checkpoint), target="ascend-a3", mesh="tp=2", buckets=(2,), prefill=(tiny.PrefillSize(16),), max_model_len=256)

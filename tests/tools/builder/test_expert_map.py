@@ -197,7 +197,8 @@ def test_choices_of_all_tokens_are_counted_whatever_the_map(sharded: Any, tmp_pa
     assert read(json.dumps({"logical_count": counts.tolist()})).counts
 
 
-@pytest.mark.parametrize("backend", ["ge", pytest.param("aclgraph", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("backend", ["ge", "aclgraph"])
 def test_emulated_npus_count_drafts_and_every_nth_token_of_prompts(checkpoint: Any, tmp_path: Any, backend: str) -> None:
     """A step verifies drafts, whose choices count, as experts compute for them."""
     with pytest.MonkeyPatch.context() as patch:

@@ -45,7 +45,7 @@ def common(bucket: Bucket, dtype: torch.dtype = torch.bfloat16, experts: int = 0
     return CommonGraph.of([each.graph for each in both], [sizes_of(each) for each in both])
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.long)], ids=str)
 @pytest.mark.parametrize("bucket", [Bucket("decode", 1, 1), Bucket("prefill", 1, 32)], ids=lambda bucket: bucket.kind)
 def test_every_bucket_of_a_kind_is_what_two_others_say(bucket: Bucket, dtype: torch.dtype) -> None:
     kind = common(bucket, dtype=dtype)
