@@ -210,7 +210,7 @@ CASES = {
 }
 
 
-@pytest.mark.short_cases("sent dp=2,tp=2", "w4a8 fused", "groups of experts")
+@pytest.mark.short_cases("sent dp=2,tp=2", "gathered", "w4a8 fused", "groups of experts")
 @pytest.mark.parametrize("name", CASES)
 def test_tokens_are_the_same_under_any_permutation_and_copies(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case, mesh = CASES[name], Mesh.parse(CASES[name].mesh)

@@ -355,6 +355,21 @@ def test_steps_are_encoded_within_the_time_between_tokens() -> None:
 # What a journal keeps.
 
 
+@pytest.mark.parametrize("any_size", [frozenset(), frozenset({"prefill", "decode"})], ids=["buckets", "any size"])
+def test_a_bound_between_tokens_changes_none_of_them(any_size: frozenset[str]) -> None:
+    """Steps are chosen by what others took, also where nothing may run before the next decode step."""
+    requests = [ask(f"r{i}", 1, (1 + i % 3, 2, i % 4), 2, max_tokens=20) for i in range(12)]
+    served, sinks = serve(*requests[:3], itl_target_ms=2500.0, any_size=any_size, prefix_cache=PrefixCacheSettings())
+    for request in requests[3:]:
+        for _ in range(3):
+            served.engine.step()
+        sinks.append(served.submit(request))
+    served.drain()
+    for sink, request in zip(sinks, requests, strict=True):
+        expect(sink, request)
+    empty(served)
+
+
 def test_a_journal_has_patches_once_and_repeats_without_the_client(monkeypatch: pytest.MonkeyPatch) -> None:
     served, _ = serve()
     entries: list[Any] = []

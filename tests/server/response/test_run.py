@@ -148,6 +148,20 @@ def test_one_that_can_be_resumed_is_cancelled_after_the_grace_time(store):
     asyncio.run(play())
 
 
+def test_one_that_ends_within_the_grace_time_is_not_cancelled():
+    async def play():
+        reader = Log()
+        run, engine, service = started(reader, resumable=True)
+        assert run.leave(reader) == ()
+        engine.finish()
+        await settled()
+        assert run.ended.is_set()
+        await asyncio.sleep(GRACE_S * 2)
+        assert (engine.cancelled, service.admission.live) == ([], 0)
+
+    asyncio.run(play())
+
+
 def test_one_in_the_background_goes_on_to_its_end():
     async def play():
         run, engine, service = started(None, background=True)

@@ -95,6 +95,17 @@ def test_an_interrupted_command_ends_with_its_report_and_the_next_one_goes_on(tm
     assert all(cases.count(what) == 1 for what in before)
 
 
+def test_an_interrupt_is_said_and_ends_with_what_was_found(tmp_path, artifact, kept_environment, monkeypatch):
+    def interrupted(_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(bringup.Bringup, "run", interrupted)
+    result = tiny.cli(tmp_path, "bringup", artifact.path, "--device", "emulated")
+    assert result.exit_code == 1
+    assert "interrupted; --resume goes on" in result.stderr
+    assert (tmp_path / "reports" / artifact.path.name / "bringup.json").is_file()
+
+
 def test_a_bisection_says_each_trial_and_keeps_them(tmp_path, artifact, kept_environment, monkeypatch):
     trials = [bisect.Trial("", "buckets", "fails"), bisect.Trial("nz", "buckets", "passes"), bisect.Trial("aiv", "buckets", "not set")]
     monkeypatch.setattr(bisect, "bisect", lambda bringup, bucket: iter(trials))

@@ -35,7 +35,6 @@ def compared(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     return calls
 
 
-@pytest.mark.long
 def test_drafting_is_compared_with_the_same_artifact_without_it(
     own_artifact: Path, tmp_path: Path, compared: list[tuple[Any, ...]]
 ) -> None:

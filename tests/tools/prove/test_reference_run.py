@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from support import small_images as images
@@ -11,9 +13,9 @@ from npucompile.graphs.spmd.partition import partition
 from npucompile.graphs.types import Mesh, Rules
 from npucompile.lowering.backends.eager import EagerExecutable
 from npucompile.lowering.lower import lower_eager
-from npucompile.models import step
+from npucompile.models import qwen3, step
 from npucompile.tools.agreement.pools import request_slot_pool
-from npucompile.tools.prove.reference_run import DRAFT_LOGITS, ReferenceRun
+from npucompile.tools.prove.reference_run import DRAFT_LOGITS, ReferenceRun, _recording
 from npucompile.tools.prove.small_model import model_params
 
 F32 = torch.float32
@@ -77,3 +79,8 @@ def test_there_are_draft_logits_of_each_draft_and_its_best_token_is_the_draft(im
         if k:
             assert outputs[DRAFT_LOGITS].shape == (traced_step.case.bucket.batch, k, image.small.reference.config.vocab_size)
             assert torch.equal(outputs[DRAFT_LOGITS].argmax(-1).int(), outputs["drafts"])
+
+
+def test_a_family_without_a_draft_head_is_left_as_it_is():
+    plain = replace(qwen3.FAMILY, draft_head=None)
+    assert _recording(plain, []) is plain

@@ -48,7 +48,6 @@ async def interrupted(server, act, tokens=100):
         return await asyncio.gather(*(stream.completion() for stream in streams), return_exceptions=True)
 
 
-@pytest.mark.long
 def test_streams_are_what_one_device_generates_and_a_killed_rank_is_named_in_all_of_them(server, path, home):
     four = server(path, "--device", "emulated", home=home)
     assert f"4 ranks of mesh {MESH}, a process each" in four.output

@@ -29,7 +29,7 @@ def threads():
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("mesh", [pytest.param("", marks=pytest.mark.long), "tp=2"])
+@pytest.mark.parametrize("mesh", ["", "tp=2"])
 def test_the_first_start_finds_everything_compiled(npu_artifact, tmp_path, mesh):
     path = tiny.copied(npu_artifact(mesh), tmp_path / "artifact")
     # Compiling needs no weights.

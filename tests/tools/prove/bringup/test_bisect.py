@@ -29,8 +29,8 @@ def outcomes(trials):
     return {trial.off: trial.outcome for trial in trials}
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("off", [(RUN_AHEAD, KERNELS), ()], ids=["others are off", "none is off"])
+@pytest.mark.short_cases("others are off")
 def test_weights_that_are_wrong_in_nz_alone(small_artifact, off):
     """Each switch that may help costs the start of two processes."""
     trials = tried(small_artifact, faulty.in_nz, "decode-b1-q2", off)
