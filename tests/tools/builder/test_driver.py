@@ -253,7 +253,7 @@ def test_an_eager_graph_that_is_wrong_is_not_served_in_place_of_its_executable(t
 def test_a_build_is_proved_with_avx_512_hidden(tmp_path, tiny_checkpoint, drafts, dtype):
     """In the dtype that a CPU without AVX-512 gets, and in float32, with one decode graph and one of prefill."""
     # Kept for later runs, as the kernels of tests/support are: what is compiled goes by its sources, and is proved each time.
-    home = Path(tempfile.gettempdir()) / f"npuc-avx2-{os.getuid()}-{drafts}"
+    home = Path(tempfile.gettempdir()) / f"npuc-avx2-{os.getuid()}-{drafts}-{dtype}"
     kernels.keep_native(home / "cache")
     out, environment = tmp_path / "out", {**os.environ, "NPUCOMPILE_ISA": "avx2", "NPUCOMPILE_HOME": str(home)}
     options = ["--buckets", "1,2" if drafts else "2", "--prefill", "16", "--max-model-len", "64", "--speculative-tokens", str(drafts)]
