@@ -66,14 +66,14 @@ def results(
         NpucompileError: as `run_all`.
     """
     kinds = _kinds(plan, jobs)
-    kind_of = {job.bucket: kind for kind in kinds for job in kind.jobs.values()}
+    owner = {job.bucket: kind for kind in kinds for job in kind.jobs.values()}
     first = [kind.jobs[rows] for kind in kinds for rows in kind.made]
     told = {job.bucket for kind in kinds for job in kind.told.values()}
     made = [*first, *(job for job in jobs if job.bucket not in told and job not in first)]
     unlike: list[CompileJob] = []
     for result in run_all(made, workers):
         yield result
-        kind = kind_of.get(result.job.bucket)
+        kind = owner.get(result.job.bucket)
         if kind is None or result.job not in first:
             continue
         kind.results[_rows(result.job)] = result
