@@ -272,7 +272,8 @@ def test_one_door_that_dies_costs_its_own_streams_and_comes_back(server: Server)
     # No request was left to run for nobody, and the port answered all along: who came to that door waited.
     ranks.eventually(lambda: ready(server), 60)
     callers = callers_of(server)
-    assert {caller.ask("GET", "/ready")[0] for caller in callers} == {200}
+    # A door is ready when it sees all others, and each sees them at its own time.
+    ranks.eventually(lambda: {caller.ask("GET", "/ready")[0] for caller in callers} == {200}, 60)
     assert number(callers[0].ask("GET", "/metrics")[1], "npucompile:num_requests_running") == 0
     for caller in callers:
         caller.connection.close()
