@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ...graphs.errors import LoweringError
+from ...graphs.passes.drop_noops import SHAPES
 from ...graphs.types import Bucket, Signature
 from ...lowering.backend import Claims, Compiled, backend
 from ...lowering.between import Form, between
@@ -30,8 +31,8 @@ LEAST = 8
 DRAWN = 2
 
 _NODE = re.compile(r"  (%\d+) = (?!operand )([^(]+\((%\d+)?.*) : (.+)")
-_SHAPES = tuple(f"aten.{name}(" for name in ("view", "_unsafe_view", "reshape", "expand"))
-"""Operators that passes drop where they keep a shape (graphs/passes/drop_noops.py)."""
+_SHAPES = tuple(f"{str(operator).removesuffix('.default')}(" for operator in SHAPES)
+"""How texts begin of operators that passes drop where they keep a shape."""
 
 
 @dataclass
@@ -125,12 +126,12 @@ class _Form:
 
     Attributes:
         tree: of `between`: the record of a bucket, its texts, its opened executable and its census.
-        idle: `_idle` of each.
+        redundant: `_redundant` of each.
         least, most: rows of the smallest and the largest that it was seen in.
     """
 
     tree: Form
-    idle: int
+    redundant: int
     least: int
     most: int
 
@@ -145,13 +146,13 @@ def _form(plan: Plan, kind: _Kind) -> _Form:
     farthest = sorted(itertools.combinations(trees, 3), key=lambda tell: tell[0] - tell[2])
     for tell in farthest:
         try:
-            form = _Form(between([trees[rows] for rows in tell], tell), _idle(trees[tell[0]][1]), tell[0], tell[2])
+            form = _Form(between([trees[rows] for rows in tell], tell), _redundant(trees[tell[0]][1]), tell[0], tell[2])
             break
         except LoweringError as error:
             if tell is farthest[-1]:
                 raise error
     for rows in set(trees) - set(tell):
-        follows, result = _made(plan, form, rows), kind.results[rows]
+        follows, result = _derived(plan, form, rows), kind.results[rows]
         if follows and follows != (result.staged, result.compiled):
             raise LoweringError(f"{result.job.bucket.name} is another graph than what follows for it from {', '.join(map(str, tell))} rows")
     return form
@@ -165,9 +166,9 @@ def _tree(plan: Plan, result: CompileResult) -> tuple[StagedRecord, dict[str, st
     return replace(staged, key="", texts=b""), unpack_texts(staged.texts), opened, dict(compiled.census)
 
 
-def _idle(texts: Mapping[str, str]) -> int:
+def _redundant(texts: Mapping[str, str]) -> int:
     """Nodes that compute what an earlier one computes, or give their operand as it is."""
-    idle = 0
+    redundant = 0
     for text in texts.values():
         types, known = dict[str, str](), set[str]()
         for line in text.splitlines():
@@ -176,19 +177,19 @@ def _idle(texts: Mapping[str, str]) -> int:
             if (node := _NODE.fullmatch(line)) is None:
                 continue
             name, computed, operand, kind = node.groups()
-            idle += computed in known or (computed.startswith(_SHAPES) and types.get(operand) == kind)
+            redundant += computed in known or (computed.startswith(_SHAPES) and types.get(operand) == kind)
             types[name] = kind
             known.add(computed)
-    return idle
+    return redundant
 
 
-def _made(plan: Plan, form: _Form, rows: int) -> tuple[StagedRecord, Compiled] | None:
+def _derived(plan: Plan, form: _Form, rows: int) -> tuple[StagedRecord, Compiled] | None:
     """What follows for a bucket; None where numbers would be none, or passes would have made less of it."""
     try:
         staged, texts, opened, census = form.tree(rows)
     except LoweringError:
         return None
-    if _idle(texts) != form.idle:
+    if _redundant(texts) != form.redundant:
         return None
     key = graph_key_of(plan, texts["lowered"])
     return replace(staged, key=key, texts=pack_texts(texts)), Compiled(backend(plan.backend).closed(opened), census)
@@ -198,7 +199,7 @@ def _follows(plan: Plan, job: CompileJob, form: _Form, signature: Signature) -> 
     """The result of a job that is not run, its executable proved like others. None where it is to be run, and then says what is wrong."""
     began = time.monotonic()
     with rewriting(), contextlib.suppress(LoweringError):
-        if follows := _made(plan, form, _rows(job)):
+        if follows := _derived(plan, form, _rows(job)):
             staged, compiled = follows
             claims = Claims(replace(signature, inputs=staged.inputs, outputs=staged.outputs), staged.collectives)
             backend(plan.backend).prove(compiled, claims, plan.platform)

@@ -110,7 +110,7 @@ def test_where_one_is_another_graph_each_is_made(model, tmp_path, ran, drawn):
 def test_where_passes_would_make_less_of_a_bucket_it_is_made(model, tmp_path, ran, monkeypatch):
     plan = planned(model)
     counts = itertools.count()
-    monkeypatch.setattr(derived, "_idle", lambda _: next(counts))
+    monkeypatch.setattr(derived, "_redundant", lambda _: next(counts))
     _, said = results(plan, tmp_path)
     assert (sorted(ran[0]), said) == (sorted(BUCKETS), [])
 
@@ -129,7 +129,7 @@ def test_where_passes_would_make_less_of_a_bucket_it_is_made(model, tmp_path, ra
     ],
 )
 def test_nodes_that_passes_would_merge_or_drop_are_counted(lines, idle):
-    assert derived._idle({"lowered": "\n".join(["graph", *lines, "  return [%2]"])}) == idle
+    assert derived._redundant({"lowered": "\n".join(["graph", *lines, "  return [%2]"])}) == idle
 
 
 def test_few_buckets_and_those_that_were_built_before_are_made(model, tmp_path, ran):
