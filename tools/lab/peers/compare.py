@@ -196,6 +196,7 @@ def compare(
                 if side is sides[0]:
                     raise
                 reasons[side.name] = str(error)
+                progress.say(f"{side.name} is not measured: {error}")
                 continue
             stack.callback(processes[side.name].close)
             processes[side.name].ask("settle")
