@@ -242,3 +242,18 @@ def program(
     inputs = StepInputs(bucket, limits, logprobs=max_logprobs > 0).avals()
     forward = getattr(step, bucket.kind)
     return Program(f"{model.name}/{bucket.name}", bucket, forward, avals(model.params(dtype)), model.state(limits, dtype), inputs)
+
+
+def sampling(model: Model, bucket: Bucket, limits: Limits, dtype: torch.dtype, *, max_logprobs: int = 0) -> Program:
+    """What `program` does with hidden states that it samples after, alone: what kinds of answers cost is told without the layers.
+
+    Those states are its input `hidden` [B*W, M], besides the bucket's own; it has no state.
+    """
+    step, inputs = _Step(model, bucket, limits, False, max_logprobs), StepInputs(bucket, limits, logprobs=max_logprobs > 0).avals()
+    width = bucket.q_len if kind_of(bucket).decodes else 1
+    inputs["hidden"] = Aval((bucket.batch * width, model.config.hidden_size), dtype)
+
+    def forward(params: Tree, state: Tree, inputs: Tree) -> tuple[Tree, Tree]:
+        return step._sample(params, inputs["hidden"], inputs, inputs["uniform"][:, :width]), state
+
+    return Program(f"{model.name}/{bucket.name}/sampling", bucket, forward, avals(model.params(dtype)), {}, inputs)

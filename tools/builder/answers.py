@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from ...graphs.passes.optimise import optimise
+from ...graphs.spmd.partition import partition
 from ...graphs.steps.table import kind_of
 from ...graphs.types import Bucket
 from ...lowering.ascend.cost.estimate import estimate
 from ...lowering.ascend.cost.parameters import parameters
 from ...lowering.ascend.shipped import DECODERS
+from ...lowering.backend import Compiled, backend
+from ...models.step import sampling
 from ...runtime.scheduler.draft_widths import CLEARLY
 from ..notation import DEFAULT_ENCODE
 from .decisions import changed, read_decided
 from .defaults import TYPICAL
 from .deployments import deployment
+from .driver import taken
 from .memory import GIB
 from .plan import plan as planned
 from .planned import Plan
-from .pool import CompileJob, run
+from .pool import THREADS, CompileJob, CompileResult, rewriting, run
 from .rank_memory import partitioned_memory, planned_memory
 from .settings.model import DRAFT_WIDTHS, LOGIT_ADJUSTMENTS, LOGPROBS, default_widths
 from .settings.record import PLAN, Setting
@@ -41,18 +46,52 @@ Choice = tuple[Setting, Any, str]
 """A setting, its value, and a sentence with the figure that decided it."""
 
 
-def answer(plan: Plan, cache_dir: Path) -> Plan:
+@dataclass
+class Priced:
+    """Steps by which answers are decided.
+
+    Attributes:
+        cache_dir: of compilers.
+        made: results of those that were made: builds that have the same steps take them.
+    """
+
+    cache_dir: Path
+    made: list[CompileResult] = field(default_factory=list)
+
+    def step_ms(self, plan: Plan, bucket: Bucket) -> float:
+        """What a step is estimated to take while requests have half of `TYPICAL` tokens cached."""
+        ready = taken(plan, self.made)
+        if bucket not in ready:
+            self.cache_dir.mkdir(parents=True, exist_ok=True)
+            ready[bucket] = run(CompileJob(plan, bucket, self.cache_dir))
+            self.made.append(ready[bucket])
+        return _estimated_ms(plan, ready[bucket].compiled)
+
+    def sampling_ms(self, plan: Plan, bucket: Bucket) -> float:
+        """What a step takes of that to sample."""
+        with rewriting():
+            program = sampling(plan.model, bucket, plan.limits, plan.dtype, max_logprobs=plan.max_logprobs)
+            lowers = backend(plan.backend)
+            lowers.prepare(self.cache_dir)
+            lowered = lowers.lower(optimise(partition(program, plan.mesh, plan.rules(bucket))), plan.platform)
+            return _estimated_ms(plan, lowers.compile(lowered, cache_dir=self.cache_dir, threads=THREADS))
+
+
+def _estimated_ms(plan: Plan, compiled: Compiled | None) -> float:
+    assert compiled is not None, "a backend whose graphs are read compiles every bucket"
+    context = min(plan.limits.max_model_len, TYPICAL) // 2
+    return estimate(DECODERS[plan.backend](compiled.data), parameters(plan.platform.chip), plan.mesh, context, plan.platform).step_ms
+
+
+def answer(plan: Plan, priced: Priced) -> Plan:
     """The plan of a build for NPUs with its defaults, each with the figure that decided it; that of another build as it is.
 
     What a published deployment says stays as it says; what it says nothing of is decided as for any build. A build that is repeated by its
     arguments decides again what the plan had decided, by the same figures.
-
-    Args:
-        cache_dir: of compilers.
     """
     if plan.target.local or not plan.buckets:
         return plan
-    return _price(_widen(_fit(_take_pictures(_undecided(plan))), cache_dir), cache_dir)
+    return _widen(_price(_fit(_take_pictures(_undecided(plan))), priced), priced)
 
 
 def _undecided(plan: Plan) -> Plan:
@@ -118,7 +157,7 @@ def _lengths(plan: Plan, most: int) -> Iterable[int]:
     return (pages * page for pages in tried if plan.limits.pages_per_request < pages <= min(most, longest))
 
 
-def _widen(plan: Plan, cache_dir: Path) -> Plan:
+def _widen(plan: Plan, priced: Priced) -> Plan:
     """Adds narrower decode steps that give more tokens in a ms than the widest at the largest batch, if drafts are accepted by `ACCEPTED`.
 
     Which are run, a server decides (runtime/scheduler/draft_widths.py). A deployment decides its drafts itself.
@@ -128,10 +167,10 @@ def _widen(plan: Plan, cache_dir: Path) -> Plan:
     if not (left_open and plan.limits.drafts and decode) or plan.backend not in DECODERS:
         return plan
     widest, most = decode[-1], decode[-1].q_len
-    ms = {most: _step_ms(plan, widest, cache_dir)}
+    ms = {most: priced.step_ms(plan, widest)}
     for width in default_widths(True, plan.limits.drafts)[:-1]:
         narrower = _again(plan, [(DRAFT_WIDTHS, (width, most), "")])
-        ms[width] = _step_ms(narrower, replace(widest, q_len=width), cache_dir)
+        ms[width] = priced.step_ms(narrower, replace(widest, q_len=width))
     tokens = {width: sum(ACCEPTED**place for place in range(width)) for width in ms}
     chosen = tuple(width for width in sorted(ms) if width == most or tokens[width] / ms[width] > CLEARLY * tokens[most] / ms[most])
     if len(chosen) == 1:
@@ -141,7 +180,7 @@ def _widen(plan: Plan, cache_dir: Path) -> Plan:
     return _again(plan, [(DRAFT_WIDTHS, chosen, why)])
 
 
-def _price(plan: Plan, cache_dir: Path) -> Plan:
+def _price(plan: Plan, priced: Priced) -> Plan:
     """Has steps return log probabilities and take adjustments, as on this machine, where either costs at most `MOST_SHARE` of a step."""
     local = target("cpu")
     counts = ((LOGPROBS, min(local.max_logprobs, plan.source.model.config.vocab_size)), (LOGIT_ADJUSTMENTS, local.logit_adjustments))
@@ -151,22 +190,17 @@ def _price(plan: Plan, cache_dir: Path) -> Plan:
     # The largest: its rows cost most, while what all rows share costs no more. An instance that only prefills has no decode step.
     steps = [bucket for bucket in plan.buckets if not kind_of(bucket).tower]
     bucket = max([bucket for bucket in steps if kind_of(bucket).decodes] or steps, key=lambda bucket: bucket.tokens)
-    plain, choices = _step_ms(plan, bucket, cache_dir), []
-    for setting, count in asked:
-        share = _step_ms(_again(plan, [(setting, count, "")]), bucket, cache_dir) / plain - 1
+    without, plans = priced.sampling_ms(plan, bucket), [_again(plan, [(setting, count, "")]) for setting, count in asked]
+    more = [priced.sampling_ms(made, bucket) - without for made in plans]
+    # Most builds return log probabilities and take no adjustments: the whole step is one of theirs.
+    likely, own = (plans[0], more[0]) if asked[0][0] is LOGPROBS else (plan, 0.0)
+    plain, choices = priced.step_ms(likely, bucket) - own, []
+    for (setting, count), ms in zip(asked, more, strict=True):
+        share = ms / plain
         cost = f"{count} {'cost' if share <= MOST_SHARE else 'would cost'} {share:.2%} of the {plain:.1f} ms of {bucket.name}"
         why = f"By the cost model {cost}; up to {MOST_SHARE:.0%} is taken."
         choices.append((setting, count if share <= MOST_SHARE else 0, why))
     return _again(plan, choices)
-
-
-def _step_ms(plan: Plan, bucket: Bucket, cache_dir: Path) -> float:
-    """What a step is estimated to take while requests have half of `TYPICAL` tokens cached."""
-    cache_dir.mkdir(parents=True, exist_ok=True)
-    compiled = run(CompileJob(plan, bucket, cache_dir)).compiled
-    assert compiled is not None, "a backend whose graphs are read compiles every bucket"
-    context = min(plan.limits.max_model_len, TYPICAL) // 2
-    return estimate(DECODERS[plan.backend](compiled.data), parameters(plan.platform.chip), plan.mesh, context, plan.platform).step_ms
 
 
 def _again(plan: Plan, choices: Sequence[Choice]) -> Plan:

@@ -15,7 +15,7 @@ from ...lowering.backends.inductor.backend import NAME as INDUCTOR
 from ..notation import format_buckets
 from ..progress import Progress
 from . import plan as planning
-from .answers import answer
+from .answers import Priced, answer
 from .driver import build
 from .instance import phases
 from .pictures import check_served
@@ -54,14 +54,15 @@ def build_all(
         raise LoweringError(reason)
     for plan in plans:
         check_served(plan)
-    plans = [answer(plan, cache) for plan in plans]
+    priced = Priced(cache)
+    plans = [answer(plan, priced) for plan in plans]
     for plan in plans if request.prefill else [fit_prompts(plan) for plan in plans]:
         for line in plan_lines(plan):
             progress.say(line)
         path = out or planning.default_out(artifacts, plan.source)
         if len(wanted) > 1 or (out is None and request.phase):
             path = path.with_name(f"{path.name}-{plan.phase}")
-        report = build(plan, path, cache, progress, jobs=jobs, nice=nice)
+        report = build(plan, path, cache, progress, jobs=jobs, nice=nice, made=priced.made)
         progress.say(f"built in {report.seconds:.1f} s: {len(report.compiled)} compiled, {len(report.reused)} up to date")
         if note := first_start(plan):
             progress.say(note)

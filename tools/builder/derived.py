@@ -56,11 +56,17 @@ class _Kind:
 
 
 def results(
-    plan: Plan, jobs: Sequence[CompileJob], workers: int, signature: Callable[[Bucket], Signature], progress: Progress
+    plan: Plan,
+    jobs: Sequence[CompileJob],
+    ready: Sequence[CompileResult],
+    workers: int,
+    signature: Callable[[Bucket], Signature],
+    progress: Progress,
 ) -> Iterator[CompileResult]:
     """Yields the results of all jobs as they complete; of a kind of many buckets few are made, and those of others follow from them.
 
     Args:
+        ready: of jobs that were run before.
         signature: that of a bucket's graph on one rank, once its result was yielded.
 
     Raises:
@@ -70,9 +76,10 @@ def results(
     owner = {job.bucket: kind for kind in kinds for job in kind.jobs.values()}
     first = [kind.jobs[rows] for kind in kinds for rows in kind.made]
     told = {job.bucket for kind in kinds for job in kind.told.values()}
+    run = {result.job.bucket for result in ready}
     made = [*first, *(job for job in jobs if job.bucket not in told and job not in first)]
     unlike: list[CompileJob] = []
-    for result in run_all(made, workers):
+    for result in itertools.chain(ready, run_all([job for job in made if job.bucket not in run], workers)):
         yield result
         kind = owner.get(result.job.bucket)
         if kind is None or result.job not in first:

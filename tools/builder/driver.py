@@ -11,7 +11,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -60,7 +60,9 @@ class BuildReport:
     reused: tuple[str, ...]
 
 
-def build(plan: Plan, out: Path, cache_dir: Path, progress: Progress, *, jobs: int = 2, nice: int = 0) -> BuildReport:
+def build(
+    plan: Plan, out: Path, cache_dir: Path, progress: Progress, *, jobs: int = 2, nice: int = 0, made: Sequence[CompileResult] = ()
+) -> BuildReport:
     """Builds the artifact at `out`, or brings it up to date.
 
     A bucket whose stamp equals the one in the previous artifact is taken over unchanged. Any other bucket is staged, and compiled only
@@ -71,6 +73,7 @@ def build(plan: Plan, out: Path, cache_dir: Path, progress: Progress, *, jobs: i
         cache_dir: compiler caches that outlive the build, and the finished buckets of interrupted builds.
         jobs: processes that compile at a time.
         nice: niceness of those processes.
+        made: buckets of an NPU that were made already, perhaps of other plans.
 
     Raises:
         NpucompileError: naming what cannot be built.
@@ -85,7 +88,7 @@ def build(plan: Plan, out: Path, cache_dir: Path, progress: Progress, *, jobs: i
         if not plan.target.local:
             check_before_lowering(plan, manifest)
         stamps = {bucket: bucket_stamp(*facts(plan, bucket)) for bucket in (*plan.buckets, *plan.references)}
-        state = _Build(plan, writer, manifest, progress, cache_dir, jobs, nice, UnfinishedBuild(cache_dir / "unfinished"), stamps)
+        state = _Build(plan, writer, manifest, progress, cache_dir, jobs, nice, UnfinishedBuild(cache_dir / "unfinished"), stamps, made)
         _take_over(state)
         unchanged = set(state.entries)
         ready_seconds = _build_local(state, began) if plan.target.local else _build_for_device(state, began)
@@ -94,6 +97,15 @@ def build(plan: Plan, out: Path, cache_dir: Path, progress: Progress, *, jobs: i
     compiled = state.compile_seconds
     reused = [b.name for b in plan.buckets if b.name not in compiled and (b in unchanged or state.compiles)]
     return BuildReport(out, time.monotonic() - began, ready_seconds, compiled, tuple(reused))
+
+
+def taken(plan: Plan, made: Iterable[CompileResult]) -> dict[Bucket, CompileResult]:
+    """Of results those of buckets that a plan has, graph by graph the same."""
+    return {
+        result.job.bucket: result
+        for result in made
+        if result.job.bucket in plan.buckets and facts(plan, result.job.bucket) == facts(result.job.plan, result.job.bucket)
+    }
 
 
 def facts(plan: Plan, bucket: Bucket) -> tuple[object, ...]:
@@ -128,6 +140,7 @@ class _Build:
         jobs, nice: processes that compile at a time, and their niceness.
         unfinished: finished buckets of interrupted builds.
         stamps: of all buckets, `plan.references` included.
+        made: as for `build`.
         entries: buckets taken over or staged so far.
         compile_seconds: by bucket name, of buckets compiled so far.
         proof: of the executables, made when the first is verified.
@@ -143,6 +156,7 @@ class _Build:
     nice: int
     unfinished: UnfinishedBuild
     stamps: Mapping[Bucket, str]
+    made: Sequence[CompileResult]
     entries: dict[Bucket, GraphEntry] = field(default_factory=dict)
     compile_seconds: dict[str, float] = field(default_factory=dict)
     proof: executables.Proof | None = None
@@ -354,8 +368,10 @@ def _build_for_device(state: _Build, began: float) -> float:
     known = {bucket: entry.digest for bucket in todo if (entry := state.previous_entry(bucket))}
     jobs = [CompileJob(plan, bucket, state.cache_dir, known_key=known.get(bucket, ""), nice=state.nice) for bucket in todo]
     if todo:
+        made = taken(plan, state.made)
+        ready = [replace(made[job.bucket], job=job) for job in jobs if job.bucket in made]
         with state.progress.bar(f"lower for {plan.target.name}", len(todo)) as bar:
-            for result in derived.results(plan, jobs, state.jobs, state.rank_signature, state.progress):
+            for result in derived.results(plan, jobs, ready, state.jobs, state.rank_signature, state.progress):
                 entry = state.add_result(result)
                 check_ranks(expand(entry.collectives, plan.mesh))
                 texts = (state.writer.root / entry.stages).read_bytes()

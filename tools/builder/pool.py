@@ -11,7 +11,7 @@ import os
 import time
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Executor, Future, ProcessPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, Executor, Future, ProcessPoolExecutor, as_completed, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -209,7 +209,8 @@ def _part_in_worker(job: CompileJob, part: Part) -> tuple[bytes, float]:
 
 
 def run_all(jobs: Iterable[CompileJob], workers: int) -> Iterator[CompileResult]:
-    """Yields results as they complete; jobs start in the order given, each as soon as it is made.
+    """Yields results as they complete; jobs start in the order given, each as soon as it is made. Where they bring no graph this process
+    is one of the workers, and takes the last.
 
     Graphs in parts share the processes part by part, and a part that several graphs have is compiled for the first of them.
 
@@ -224,9 +225,10 @@ def run_all(jobs: Iterable[CompileJob], workers: int) -> Iterator[CompileResult]
     file = begun[0].plan.source.family_file
     # Spawn, because a fork inherits torch's thread pools in an undefined state. Processes start as there is work for them.
     context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_prepare, initargs=((file,) if file else (),))
+    shared = begun[0].lowered is None
+    pool = ProcessPoolExecutor(workers - shared, mp_context=context, initializer=_prepare, initargs=((file,) if file else (),))
     try:
-        yield from _results(pool, itertools.chain(begun, rest))
+        yield from (_shared_results if shared else _results)(pool, itertools.chain(begun, rest))
     except BrokenProcessPool:
         raise LoweringError(
             f"one of up to {workers} processes that compile was killed, for want of memory more likely than not; "
@@ -234,6 +236,19 @@ def run_all(jobs: Iterable[CompileJob], workers: int) -> Iterator[CompileResult]
         ) from None
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _shared_results(pool: Executor, jobs: Iterable[CompileJob]) -> Iterator[CompileResult]:
+    """Results of jobs in a pool and in this process, as they complete."""
+    futures = {pool.submit(_run_in_worker, job): job for job in jobs}
+    while futures:
+        done = [future for future in futures if future.done()]
+        if not done and (own := next((future for future in reversed(futures) if future.cancel()), None)):
+            yield run(futures.pop(own))
+            continue
+        for future in done or wait(futures, return_when=FIRST_COMPLETED).done:
+            del futures[future]
+            yield future.result()
 
 
 def _results(pool: Executor, jobs: Iterable[CompileJob]) -> Iterator[CompileResult]:

@@ -31,7 +31,7 @@ ROW = "qwen35-397b-a3x8-in3k5-out1k5-50ms"
 
 def unpriced(model: str, path: Path, **options: Any) -> Any:
     """The answered plan of a build of two NPUs that lowers nothing."""
-    return answers.answer(plan(Options(model, target="ascend-a3", mesh="tp=2", backend="null", **options)), path)
+    return answers.answer(plan(Options(model, target="ascend-a3", mesh="tp=2", backend="null", **options)), answers.Priced(path))
 
 
 def asked(arguments: tuple[str, ...]) -> Options:
@@ -66,7 +66,7 @@ def test_what_options_say_stays(tmp_path: Path) -> None:
     bounded = unpriced("qwen3-0.6b", tmp_path, buckets=(2,), max_total_tokens=6144)
     assert (bounded.limits.max_model_len, bounded.limits.num_pages, bounded.reasons) == (4096, 49, ())
     here = plan(Options("qwen3-0.6b", backend="null"))
-    assert answers.answer(here, tmp_path) is here
+    assert answers.answer(here, answers.Priced(tmp_path)) is here
 
 
 def test_where_not_even_the_default_leaves_a_spare_part_states_are_fewer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,7 +79,7 @@ def test_where_not_even_the_default_leaves_a_spare_part_states_are_fewer(tmp_pat
 def test_a_deployment_keeps_its_sizes_and_takes_its_pictures(tmp_path: Path) -> None:
     options = Options("qwen3.5-397b", deployment=ROW, backend="null")
     row = plan(options)
-    made = answers.answer(row, tmp_path)
+    made = answers.answer(row, answers.Priced(tmp_path))
     assert made.limits == replace(row.limits, picture_rows=made.limits.picture_rows)
     assert [bucket.name for bucket in made.buckets[:3]] == ["encode-b1-q256", "encode-b1-q1024", "encode-b1-q4096"]
     assert made.buckets[3:] == row.buckets
@@ -87,12 +87,12 @@ def test_a_deployment_keeps_its_sizes_and_takes_its_pictures(tmp_path: Path) -> 
     assert ROW in dict(made.reasons)["encode"]
     assert not any("text alone" in note for note in made.notes)
     text = plan(replace(options, language_model_only=True))
-    assert answers.answer(text, tmp_path) == text
+    assert answers.answer(text, answers.Priced(tmp_path)) == text
     for each in (made, text):
-        repeated = answers.answer(plan(asked(each.arguments)), tmp_path)
+        repeated = answers.answer(plan(asked(each.arguments)), answers.Priced(tmp_path))
         assert (repeated.buckets, repeated.reasons, repeated.arguments) == (each.buckets, each.reasons, each.arguments)
     split = plan(Options("qwen3.5-397b", deployment="qwen35-397b-a3x24-pd-1p1d-3node", phase="decode", backend="null"))
-    assert answers.answer(split, tmp_path) == split
+    assert answers.answer(split, answers.Priced(tmp_path)) == split
 
 
 MS = {1: 55.0, 2: 60.0, 4: 100.0}
@@ -100,10 +100,10 @@ MS = {1: 55.0, 2: 60.0, 4: 100.0}
 
 
 def widened(monkeypatch: pytest.MonkeyPatch, path: Path, model: str, **options: Any) -> Any:
-    monkeypatch.setattr(answers, "_step_ms", lambda plan, bucket, cache: MS[bucket.q_len])
+    monkeypatch.setattr(answers.Priced, "step_ms", lambda self, plan, bucket: MS[bucket.q_len])
     monkeypatch.setattr(answers, "_fit", lambda plan: plan)
     own = {"buckets": (8, 120), "max_logprobs": 0, "logit_adjustments": 0, **options}
-    return answers.answer(plan(Options(model, target="ascend-a3", mesh="tp=4", **own)), path)
+    return answers.answer(plan(Options(model, target="ascend-a3", mesh="tp=4", **own)), answers.Priced(path))
 
 
 def test_narrower_steps_are_built_where_they_give_more_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,14 +126,13 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.write_checkpoint(tmp_path_factory.mktemp("model") / "tiny", **tiny.NPU_SIZES)
 
 
-@pytest.mark.long
 def test_answers_are_taken_where_they_are_cheap(tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The figure is that of `inspect --cost` of two artifacts, with the answer and without it."""
     options = Options(str(checkpoint), target="ascend-a3", mesh="tp=2", buckets=(2,), prefill=(tiny.PrefillSize(16),), max_model_len=256)
     costs: dict[int, float] = {}
     for most, counts in ((10.0, (20, 8)), (0.0, (0, 0))):
         monkeypatch.setattr(answers, "MOST_SHARE", most)
-        made = answers.answer(plan(options), tmp_path / "cache")
+        made = answers.answer(plan(options), answers.Priced(tmp_path / "cache"))
         assert (made.max_logprobs, made.limits.logit_adjustments) == counts
         without = replace(made.options, max_logprobs=0, logit_adjustments=0)
         for count in {0, 20} - costs.keys():
@@ -174,6 +173,6 @@ def test_a_build_says_what_it_chose_and_explain_says_why(tmp_path: Path, checkpo
         assert explained.get(name) is None or (explained[name].by, explained[name].why) == ("plan", why)
     assert explained["checkpoint-slots"].value == "1"
     # Its arguments lead to the same plan, for the same reasons.
-    repeated = answers.answer(plan(asked(manifest.build_arguments)), tmp_path)
+    repeated = answers.answer(plan(asked(manifest.build_arguments)), answers.Priced(tmp_path))
     assert (repeated.limits, repeated.arguments) == (manifest.limits, manifest.build_arguments)
     assert (dict(repeated.decided_by), dict(repeated.reasons)) == (manifest.decided_by, manifest.reasons)

@@ -19,13 +19,13 @@ def built(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, Path]]:
     """What the device builder is asked for; it builds nothing."""
     calls: list[tuple[Any, Path]] = []
 
-    def build(plan: Any, out: Path, cache: Path, progress: Any, *, jobs: int, nice: int) -> BuildReport:
+    def build(plan: Any, out: Path, cache: Path, progress: Any, *, jobs: int, nice: int, made: Any) -> BuildReport:
         calls.append((plan, out))
         return BuildReport(out, 0.0, 0.0, {}, ())
 
     monkeypatch.setattr(build_all, "build", build)
     # It lowers the largest steps (tests/tools/builder/test_answers.py).
-    monkeypatch.setattr(build_all, "answer", lambda plan, cache: plan)
+    monkeypatch.setattr(build_all, "answer", lambda plan, priced: plan)
     return calls
 
 

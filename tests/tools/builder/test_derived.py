@@ -55,7 +55,7 @@ def results(plan, tmp_path, *, known=""):
     """(results by bucket, what was said)."""
     jobs, said = [CompileJob(plan, bucket, tmp_path, known_key=known) for bucket in plan.buckets], Said()
     backend(plan.backend).prepare(tmp_path)
-    found = list(derived.results(plan, jobs, 1, lambda bucket: tiny.stage_once(plan, bucket).partitioned.signature, said))
+    found = list(derived.results(plan, jobs, (), 1, lambda bucket: tiny.stage_once(plan, bucket).partitioned.signature, said))
     assert sorted(result.job.bucket.name for result in found) == sorted(bucket.name for bucket in plan.buckets)
     return {result.job.bucket: result for result in found}, said.lines
 

@@ -56,8 +56,8 @@ def stamp_of(plan, bucket):
 
 @pytest.fixture
 def build(tmp_path):
-    def built(plan, name="out", jobs=1):
-        return driver.build(plan, tmp_path / name, tmp_path / "cache", tiny.QUIET, jobs=jobs)
+    def built(plan, name="out", jobs=1, made=()):
+        return driver.build(plan, tmp_path / name, tmp_path / "cache", tiny.QUIET, jobs=jobs, made=made)
 
     return built
 
@@ -209,6 +209,18 @@ def test_a_harmed_file_is_made_again(plan, lowered, build, tmp_path, folder):
     build(plan)
     assert lowered == ["decode-b4-q2"]
     assert tiny.contents(tmp_path / "out") == before
+
+
+def test_a_bucket_that_was_made_to_be_priced_is_taken_where_the_plan_has_the_same(plan, lowered, build, tmp_path):
+    other = replace(plan, max_logprobs=3)
+    made = [tiny.compile_once(pool.CompileJob(each, plan.buckets[-1], tmp_path)) for each in (plan, other)]
+    report = build(plan, made=made)
+    assert (lowered, sorted(report.compiled)) == (ORDER[1:], sorted(NAMES))
+    build(plan, "whole")
+    assert tiny.contents(tmp_path / "out") == tiny.contents(tmp_path / "whole")
+    lowered.clear()
+    build(other, "other", made=made[:1])
+    assert lowered == ORDER
 
 
 def interrupted(monkeypatch, after):

@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import pickle
+import threading
 from collections import Counter
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 
@@ -247,6 +248,25 @@ def test_a_part_that_cannot_be_compiled_is_told_with_its_bucket(in_parts, worker
     jobs[1] = replace(jobs[1], lowered=Parts((Part("bad", b"bad"),), b""))
     with pytest.raises(LoweringError, match=f"inductor could not compile {jobs[1].bucket.name}: it is bad"):
         list(pool.run_all(jobs, workers))
+
+
+def test_this_process_makes_the_last_graphs_while_another_makes_the_first(model, tmp_path, monkeypatch):
+    plan, here, made, rest_is_made = tiny.planned_device(model, backend="null"), threading.get_ident(), [], threading.Event()
+
+    def run(job):
+        if threading.get_ident() == here:
+            made.append(job.bucket)
+            if len(made) == len(plan.buckets) - 1:
+                rest_is_made.set()
+        else:
+            assert rest_is_made.wait(60)
+        return job
+
+    monkeypatch.setattr(pool, "run", run)
+    monkeypatch.setattr(pool, "ProcessPoolExecutor", lambda workers, **how: ThreadPoolExecutor(workers))
+    results = [job.bucket for job in pool.run_all(jobs(plan, tmp_path), 2)]
+    assert made == list(plan.buckets[:0:-1])
+    assert results == [*made, plan.buckets[0]]
 
 
 def test_a_process_is_as_nice_as_it_is_asked_to_be_at_least(model, tmp_path, monkeypatch):
