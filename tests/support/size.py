@@ -14,6 +14,8 @@ DIVIDED = ("lowering", "runtime", "server", "tools")
 # Rooms beside the core, which are counted apart.
 BESIDE = ("tools/advisor", "tools/lab")
 DOCS = "docs (words)"
+# Code, and data of ours; a checkpoint is neither.
+COUNTED, CHECKPOINTS = (".py", ".cpp", ".h", ".json"), "models/bundled/"
 
 
 def room_of(path: str) -> str | None:
@@ -21,7 +23,7 @@ def room_of(path: str) -> str | None:
     top, *inner = path.split("/")
     if path.endswith(".md") and (top == "docs" or path == "README.md"):
         return DOCS
-    if not path.endswith(".py") or top not in (*FOLDERS, "tests"):
+    if not path.endswith(COUNTED) or top not in (*FOLDERS, "tests") or path.startswith(CHECKPOINTS):
         return None
     return f"{top}/{inner[0]}" if top in DIVIDED and len(inner) > 1 else top
 
@@ -36,8 +38,8 @@ def present(root: Path = ROOT) -> Counter[str]:
     sizes: Counter[str] = Counter()
     for folder in (*FOLDERS, "tests", "docs"):
         for path in (root / folder).rglob("*.*"):
-            if path.suffix in (".py", ".md"):
-                add(sizes, path.relative_to(root).as_posix(), path.read_text(encoding="utf-8"))
+            if room_of(name := path.relative_to(root).as_posix()):
+                add(sizes, name, path.read_text(encoding="utf-8"))
     if (readme := root / "README.md").is_file():
         add(sizes, "README.md", readme.read_text(encoding="utf-8"))
     return sizes
