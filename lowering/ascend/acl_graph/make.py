@@ -34,14 +34,14 @@ def acl_file(graph: GraphModule, signature: Signature, *, captured: bool) -> Acl
     nodes = list(made.graph.graph.nodes)
     operands = [node for node in nodes if node.op == "placeholder"]
     bodies = (str(node.meta.get(BODY, "")) for node in nodes[len(operands) :] if node.op != "output")
-    values = len(operands) - made.inputs
+    values, memory = len(operands) - made.inputs, written_memory(made.graph)
     if captured:
         _check_updates(nodes, (len(operands), *cuts, len(nodes)))
     return AclFile(
         graph=graph_io.encode(made.graph),
         inputs=made.inputs,
         outputs=len(signature.outputs),
-        written=tuple(sorted(i for i, node in enumerate(operands) if node in written_memory(made.graph))),
+        written=tuple(i for i, node in enumerate(operands) if node in memory),
         cuts=cuts,
         captured=captured,
         calls=tuple((body, len(list(run))) for body, run in itertools.groupby(bodies)),
