@@ -130,7 +130,8 @@ def npu_moe_distribute_combine_v2(calls: list[Arguments], members: Sequence[int]
     op = "npu_moe_distribute_combine_v2"
     check_size(op, calls[0][0][6], calls)
     returned = [_returned(op, args, kwargs.get("comm_quant_mode", 0)) for args, kwargs in calls]
-    return [_combined(op, *calls[rank], returned, rank) for rank in wanted_members(calls, members)]
+    rows, origin = (torch.cat(parts) for parts in zip(*returned, strict=True))
+    return [_combined(op, *calls[rank], rows, origin, rank) for rank in wanted_members(calls, members)]
 
 
 def _returned(op: str, args: tuple[Any, ...], mode: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -145,21 +146,18 @@ def _returned(op: str, args: tuple[Any, ...], mode: int) -> tuple[torch.Tensor, 
 
 
 def _combined(
-    op: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], returned: list[tuple[torch.Tensor, torch.Tensor]], rank: int
+    op: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], rows: torch.Tensor, origin: torch.Tensor, rank: int
 ) -> torch.Tensor:
     ids, weights = args[1], require(op, "expert_scales", args[4], (torch.float32,), (2,))
     read = ("shared_expert_x", "tp_send_counts", "expand_scales", "group_tp", "comm_alg", "comm_quant_mode")
     refuse_options(op, {name: value for name, value in kwargs.items() if name not in read}, **_LEGAL)
     require_shape(op, "expert_scales", weights, ids.shape)
-    returns = torch.zeros_like(ids)
-    out = torch.zeros(ids.shape[0], args[0].shape[1])
-    for rows, origin in returned:
-        mine = origin[:, 0] == rank
-        token, choice = origin[mine, 1], origin[mine, 2]
-        returns.index_put_((token, choice), torch.ones_like(token, dtype=ids.dtype), accumulate=True)
-        out.index_add_(0, token, rows[mine].float() * weights[token, choice, None])
+    mine = origin[:, 0] == rank
+    token, choice = origin[mine, 1], origin[mine, 2]
+    returns = torch.zeros_like(ids).index_put_((token, choice), torch.ones_like(token, dtype=ids.dtype), accumulate=True)
     if not (returns == 1).all():
         raise LoweringError(f"{op}: rows back at member {rank}: {returns.tolist()}; legal is one for each choice")
+    out = torch.zeros(ids.shape[0], args[0].shape[1]).index_add_(0, token, rows[mine].float() * weights[token, choice, None])
     if (shared := kwargs.get("shared_expert_x")) is not None:
         out = out + shared.reshape(out.shape).float()
     return out.to(args[0].dtype)
