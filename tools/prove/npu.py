@@ -29,6 +29,7 @@ from ...lowering.lower import Lowered
 from ...lowering.platform import CPU, Platform
 from ...models import step
 from ..agreement.tolerances import FLOAT, QUANTISED, QUANTISED_LATENTS, AllowedDifferences
+from ..builder.pool import rewriting
 from ..builder.targets import target
 from ..progress import Progress, quiet_torch
 from . import shipped as verify_shipped
@@ -173,6 +174,10 @@ class _Proof:
 
     def build(self, small: SmallModel, case: BucketCase, dtype: torch.dtype, *, emit_logits: bool, convert: bool) -> BuiltCase:
         """A case's graph through the pipeline of a build."""
+        with rewriting():
+            return self._build(small, case, dtype, emit_logits, convert)
+
+    def _build(self, small: SmallModel, case: BucketCase, dtype: torch.dtype, emit_logits: bool, convert: bool) -> BuiltCase:
         chosen = backend(self.artifact.manifest.backend)
         model, max_logprobs = small.model_for(case, dtype), small.max_logprobs
         program = step.program(model, case.bucket, small.limits, dtype, emit_logits=emit_logits, max_logprobs=max_logprobs)

@@ -83,12 +83,12 @@ def plans(monkeypatch):
     """Plans that were to be built for NPUs, and where; nothing is built."""
     calls = []
 
-    def build(plan, out, cache, progress, *, jobs, nice):
+    def build(plan, out, cache, progress, *, jobs, nice, made):
         calls.append((plan, out, jobs))
         return stand_in(plan, out)
 
     monkeypatch.setattr(build_all, "build", build)
-    monkeypatch.setattr(build_all, "answer", lambda plan, cache: plan)
+    monkeypatch.setattr(build_all, "answer", lambda plan, priced: plan)
     return calls
 
 
