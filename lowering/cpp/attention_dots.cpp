@@ -4,7 +4,7 @@
 // reading them from memory. All sums are in the order of tokens, so a row is the same bits in any company.
 #include "attention.h"
 
-#if defined(__x86_64__)
+#if defined(WITH_DOTS)
 #include <vector>
 
 #include "attention_x86.h"

@@ -5,7 +5,7 @@
 // as one piece, where a head at a time is read in pieces of 256 bytes.
 #include "attention.h"
 
-#if defined(__x86_64__)
+#if defined(WITH_DOTS)
 #include "attention_x86.h"
 #include "scratch.h"
 #include "tiles.h"

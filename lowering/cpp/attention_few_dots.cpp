@@ -5,7 +5,7 @@
 // in registers: for so few rows, storing panels costs more than multiplying with them.
 #include "attention.h"
 
-#if defined(__x86_64__)
+#if defined(WITH_DOTS)
 #include "attention_x86.h"
 #include "scratch.h"
 

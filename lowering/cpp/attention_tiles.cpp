@@ -5,7 +5,7 @@
 // once, and then read by every block of queries. Scores of 16 queries are kept for all tokens, so a row's sums have one order.
 #include "attention.h"
 
-#if defined(__x86_64__)
+#if defined(WITH_DOTS)
 #include "attention_x86.h"
 #include "scratch.h"
 #include "tiles.h"

@@ -5,7 +5,7 @@
 #include <cstdlib>
 #include <cstring>
 
-#if defined(__x86_64__) && defined(__linux__)
+#if defined(WITH_DOTS) && defined(__linux__)
 #include <cpuid.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -15,7 +15,7 @@ namespace npuc {
 
 namespace {
 
-#if defined(__x86_64__) && defined(__linux__)
+#if defined(WITH_DOTS) && defined(__linux__)
 bool bit(unsigned value, int at) { return value >> at & 1; }
 
 // The parts of the registers that the operating system saves (Intel SDM, volume 1, chapter 13).
@@ -44,7 +44,7 @@ Isa found() {
 Isa found() { return Isa::WIDE; }
 #endif
 
-// What the switch leaves that hides instruction sets from torch as well (lowering/isa.py): packages for less have the variants beyond it, too.
+// What the switch leaves that hides instruction sets from torch as well (lowering/isa.py).
 Isa allowed() {
     const char* level = std::getenv("NPUCOMPILE_ISA");
     if (level == nullptr || *level == 0 || std::strcmp(level, "amx") == 0) return Isa::TILES;

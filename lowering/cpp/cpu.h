@@ -1,9 +1,10 @@
-// Which of a kernel's variants this machine runs: packages are compiled for a level of x86-64, and have the variants beyond it.
+// Which of a kernel's variants this machine runs: packages are compiled for a level of x86-64, and have the variants beyond it, but those that
+// are built where no variant can be used, and so none was proved.
 #pragma once
 
 #include <cstdint>
 
-#if defined(__x86_64__)
+#if defined(__x86_64__) && !defined(WIDE_ALONE)
 // Of functions that only run where `cpu.h` says so; both go with the intrinsics of immintrin.h.
 #define WITH_DOTS __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx512vnni")))
 #define WITH_TILES __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx512vnni,amx-tile,amx-bf16,amx-int8")))

@@ -64,7 +64,7 @@ struct Scaled final : Sink {
         }
     }
 
-#if defined(__x86_64__)
+#if defined(WITH_DOTS)
     WITH_DOTS void put_two(const void* sums, const void* beside, int64_t m, int64_t rows, int64_t p) const override {
         const auto *a = static_cast<const int32_t*>(sums), *b = static_cast<const int32_t*>(beside);
         const Lines<T> lines(y, M, N, p);

@@ -5,13 +5,13 @@
 #include <atomic>
 #include <vector>
 
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
-
 #include "product.h"
 #include "scratch.h"
 #include "threads.h"
+
+#if defined(WITH_DOTS)
+#include <immintrin.h>
+#endif
 
 namespace npuc {
 
@@ -101,7 +101,7 @@ inline std::vector<const void*> rows_of(const void* x, int64_t M, int64_t step) 
 INLINE void stored(float* to, const float* from) { std::memcpy(to, from, CHANNELS * sizeof(float)); }
 INLINE void stored(bf16* to, const float* from) { narrow16(to, from); }
 
-#if defined(__x86_64__)
+#if defined(WITH_DOTS)
 // The lines of y [M, N] that hold the channels of panels p and p + 1, of results of 16 bits.
 template <typename T>
 struct Lines {
@@ -142,7 +142,7 @@ struct Stored final : Sink {
         }
     }
 
-#if defined(__x86_64__)
+#if defined(WITH_DOTS)
     // The instruction rounds what a tile holds, in which nothing is denormal, as `narrow` does.
     WITH_DOTS void put_two(const void* sums, const void* beside, int64_t m, int64_t rows, int64_t p) const override {
         const auto *a = static_cast<const float*>(sums), *b = static_cast<const float*>(beside);

@@ -126,7 +126,7 @@ void attend(const T* q, const T* k, const T* v, const int32_t* table, const int3
             one_head(q, k, v, table + b * s.N, starts[b], starts[b] + lengths[b], scale, s, b, g, out);
 }
 
-#if defined(__x86_64__)
+#if defined(WITH_DOTS)
 void attend_by_tiles(const bf16* q, const bf16* k, const bf16* v, const int32_t* table, const int32_t* starts, const int32_t* lengths,
                      float scale, const int64_t* sizes, bf16* out) {
     const int64_t B = sizes[0], Q = sizes[1], H = sizes[2], G = sizes[3], D = sizes[4], P = sizes[5], N = sizes[6];
@@ -188,7 +188,7 @@ void npuc_attention(const float* q, const float* k, const float* v, const int32_
 void npuc_attention_bf16(const void* q, const void* k, const void* v, const int32_t* table, const int32_t* starts, const int32_t* lengths,
                          float scale, const int64_t* sizes, void* out) {
     const auto of = [](const void* x) { return static_cast<const bf16*>(x); };
-#if defined(__x86_64__)
+#if defined(WITH_DOTS)
     const int64_t rows = sizes[1] * (sizes[2] / sizes[3]), D = sizes[4], P = sizes[5];
     auto* to = static_cast<bf16*>(out);
     if (has_few_dots_for(rows, D, P)) return attend_few_rows(attend_few_dots, of(q), of(k), of(v), table, starts, lengths, scale, sizes, to);

@@ -88,7 +88,7 @@ void arrange(const Blocks& blocks, const void* const* x, char* data, int64_t fir
 
 void multiply(const Blocks& blocks, const char* data, const char* weights, int64_t first, int64_t last, const Sink& sink,
               const char* then) {
-#if defined(__x86_64__)
+#if defined(WITH_DOTS)
     if (blocks.in_order_of_tiles) return blocks.count > 0 ? multiply_few(blocks, data, weights, first, last, sink, then) : void();
     if (blocks.isa == Isa::TILES) return multiply_tiles(blocks, data, weights, first, last, sink, then);
     if (blocks.isa == Isa::DOTS) return multiply_dots(blocks, data, weights, first, last, sink, then);

@@ -83,7 +83,7 @@ void multiply(const Blocks& blocks, const char* data, const char* weights, int64
 constexpr int64_t GROUP = 4;
 
 void multiply_wide(const Blocks& blocks, const char* data, const char* weights, int64_t first, int64_t last, const Sink& sink, const char* then);
-#if defined(__x86_64__)
+#if defined(WITH_DOTS)
 void multiply_few(const Blocks& blocks, const char* data, const char* weights, int64_t first, int64_t last, const Sink& sink, const char* then);
 void multiply_dots(const Blocks& blocks, const char* data, const char* weights, int64_t first, int64_t last, const Sink& sink, const char* then);
 void multiply_tiles(const Blocks& blocks, const char* data, const char* weights, int64_t first, int64_t last, const Sink& sink, const char* then);

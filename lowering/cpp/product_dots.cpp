@@ -4,7 +4,7 @@
 
 #include "product.h"
 
-#if defined(__x86_64__)
+#if defined(WITH_DOTS)
 #include <immintrin.h>
 
 #include "scratch.h"

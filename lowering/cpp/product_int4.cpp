@@ -154,7 +154,7 @@ const float* scales_of(const Int4& matrix, int64_t p, int64_t count) {
 
 void multiply_int4(const Blocks& blocks, const char* data, const Int4& matrix, int64_t first, int64_t last, const Sink& sink) {
     if (blocks.count == 0) return;
-#if defined(__x86_64__)
+#if defined(WITH_DOTS)
     if (blocks.isa == Isa::TILES) return multiply_int4_tiles(blocks, data, matrix, first, last, sink);
     if (blocks.isa == Isa::DOTS) return multiply_int4_dots(blocks, data, matrix, first, last, sink);
 #endif

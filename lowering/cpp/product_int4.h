@@ -29,7 +29,7 @@ const float* widened_rows(const void* const* x, int64_t M, int64_t K);
 // The scales of `count` panels from `p` on, [count][groups][16], in memory of this thread.
 const float* scales_of(const Int4& matrix, int64_t p, int64_t count);
 
-#if defined(__x86_64__)
+#if defined(WITH_DOTS)
 void multiply_int4_dots(const Blocks& blocks, const char* data, const Int4& matrix, int64_t first, int64_t last, const Sink& sink);
 void multiply_int4_tiles(const Blocks& blocks, const char* data, const Int4& matrix, int64_t first, int64_t last, const Sink& sink);
 #endif

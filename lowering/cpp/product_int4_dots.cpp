@@ -3,7 +3,7 @@
 
 #include "product_int4.h"
 
-#if defined(__x86_64__)
+#if defined(WITH_DOTS)
 #include <immintrin.h>
 
 #include "widen_int4.h"

@@ -4,7 +4,7 @@
 #include "product_int4.h"
 #include "scratch.h"
 
-#if defined(__x86_64__)
+#if defined(WITH_DOTS)
 #include <immintrin.h>
 
 #include "tiles.h"

@@ -3,7 +3,7 @@
 
 #include "product.h"
 
-#if defined(__x86_64__)
+#if defined(WITH_DOTS)
 #include <immintrin.h>
 
 #include "scratch.h"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import re
 import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -21,6 +22,7 @@ from npucompile.graphs.errors import LoweringError
 from npucompile.graphs.ops.delta_gates import DeltaGates, delta_gates_reference
 from npucompile.graphs.ops.sample import _kept_weights
 from npucompile.graphs.step_inputs import NON_FINITE
+from npucompile.lowering import isa
 from npucompile.lowering.backends.inductor import aoti, native
 
 F32, I32, NAN = torch.float32, torch.int32, float("nan")
@@ -519,6 +521,16 @@ def test_whatever_changes_is_another_archive(tmp_path, monkeypatch):
     monkeypatch.setattr(native, "FLAGS", (*native.FLAGS, "-g"))
     before.append(native.digest())
     assert len(set(before)) == 5
+
+
+@pytest.mark.parametrize("level", ["default", "avx512_bf16"])
+def test_kernels_have_the_variants_that_may_be_used_here(tmp_path, monkeypatch, level):
+    few = [path for path in native.sources() if path.stem in ("cpu", "product_few")]
+    monkeypatch.setattr(native, "sources", lambda: few)
+    monkeypatch.setattr(isa, "in_use", lambda: level)
+    names = subprocess.run(["nm", "--defined-only", build(tmp_path)], capture_output=True, text=True, check=True).stdout
+    assert "npuc_limit" in names
+    assert ("multiply_few" in names) is (level == "avx512_bf16" and "x86-64" in (aoti.instruction_set() or ""))
 
 
 def test_a_tool_that_is_missing_is_named(tmp_path):
