@@ -122,3 +122,12 @@ def test_an_interrupted_compile_leaves_torch_and_the_cache_as_they_were(tmp_path
     assert names == [(str(tmp_path), str(tmp_path / "headers"), ["g_1"])]
     assert (cache_dir(), codecache._HEADER_DIR, CppWrapperCpu.generate_input_output_runtime_checks) == before
     assert os.listdir(tmp_path / "graphs") == []
+
+
+def test_vectors_whose_flags_the_compiler_does_not_know_are_none_of_its_vectors() -> None:
+    class Vectors:
+        def __init__(self, flags: str) -> None:
+            self.build_arch_flags = lambda: flags
+
+    assert aoti._compiles(Vectors(""), "")
+    assert not aoti._compiles(Vectors("-mno-such-vectors"), "")
