@@ -22,7 +22,8 @@ from torch.fx import GraphModule
 
 from ....graphs.errors import LoweringError
 from ... import isa
-from . import in_place, native
+from . import in_place, native, shortcuts
+from .shortcuts import replaced
 
 MODEL = "model"
 """Name of the one model in a package."""
@@ -148,14 +149,15 @@ def _settings(cache_dir: Path) -> Iterator[None]:
         stack.enter_context(_vectors())
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
+        stack.enter_context(shortcuts.taken())
         if cache_dir_utils.cache_dir() != str(cache_dir):
             stack.enter_context(cache_dir_utils.temporary_cache_dir(str(cache_dir)))
-        stack.enter_context(_replaced(codecache, "_HEADER_DIR", str(headers)))
-        stack.enter_context(_replaced(codecache, "_HEADER_LOCK_DIR", str(headers / "locks")))
+        stack.enter_context(replaced(codecache, "_HEADER_DIR", str(headers)))
+        stack.enter_context(replaced(codecache, "_HEADER_LOCK_DIR", str(headers / "locks")))
         # A third of the generated C++ would check operands, if an environment variable is set; `check_operands` does so instead.
-        stack.enter_context(_replaced(CppWrapperCpu, "generate_input_output_runtime_checks", _no_checks))
-        stack.enter_context(_replaced(CppWrapperCpu, "_write_aoti_interface_header", _body_interface))
-        stack.enter_context(_replaced(codecache, "_get_cpp_wrapper_header", lambda device, aot_mode=False: str(native.PREFIX)))
+        stack.enter_context(replaced(CppWrapperCpu, "generate_input_output_runtime_checks", _no_checks))
+        stack.enter_context(replaced(CppWrapperCpu, "_write_aoti_interface_header", _body_interface))
+        stack.enter_context(replaced(codecache, "_get_cpp_wrapper_header", lambda device, aot_mode=False: str(native.PREFIX)))
         yield
 
 
@@ -169,11 +171,11 @@ def _vectors() -> Iterator[None]:
     def legal(known: Sequence[Any]) -> list[Any]:
         return [vectors for vectors in known if not hidden & set(str(vectors).split())]
 
-    known = _replaced(cpu_vec_isa, "supported_vec_isa_list", legal(cpu_vec_isa.supported_vec_isa_list))
+    known = replaced(cpu_vec_isa, "supported_vec_isa_list", legal(cpu_vec_isa.supported_vec_isa_list))
     # Torch would compile and load a library for each before it says that it is valid, which takes 2 s.
-    with known, _replaced(cpu_vec_isa.VecISA, "check_build", _compiles):
+    with known, replaced(cpu_vec_isa.VecISA, "check_build", _compiles):
         valid = legal(cpu_vec_isa.valid_vec_isa_list())
-    with _replaced(cpu_vec_isa, "valid_vec_isa_list", lambda: valid):
+    with replaced(cpu_vec_isa, "valid_vec_isa_list", lambda: valid):
         yield
 
 
@@ -194,13 +196,3 @@ def _no_checks(wrapper: Any) -> None:
 
 def _body_interface(wrapper: Any) -> None:
     wrapper.header.splice(native.BODY.read_text(encoding="utf-8"))
-
-
-@contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)

@@ -326,7 +326,7 @@ class Inductor(Backend):
 
     def options(self, threads: int) -> dict[str, Any]:
         """The settings that decide the bytes of a package, besides graph, torch and machine."""
-        from . import aoti, in_place, native, sizes
+        from . import aoti, in_place, native, shortcuts, sizes
 
         return {
             "compiler": aoti.compiler()[1],
@@ -334,6 +334,7 @@ class Inductor(Backend):
             "instruction_set": isa.in_use(),
             "in_place": in_place.DIGEST,
             "kernels": native.digest(),
+            "shortcuts": shortcuts.DIGEST,
             "sizes": sizes.DIGEST,
             "stitched": native.stitched_digest(),
             "threads": threads,
