@@ -154,7 +154,7 @@ BUDGETS: dict[str, int] = {
     "tools/face": 920,
     "tools/inspection": 1210,
     "tools/lab": 2653,
-    "tools/prove": 6013,
+    "tools/prove": 6019,
     "tools/quantize": 1200,
     "tools/ranks": 1819,
     "tools/serve": 1941,

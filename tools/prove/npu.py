@@ -64,10 +64,16 @@ def verify_device(artifact: Artifact, cache_dir: Path, progress: Progress, *, st
     chosen = backend(artifact.manifest.backend)
     if reason := chosen.compiles_here():
         raise LoweringError(reason)
-    with quiet_torch():
-        cache_dir.mkdir(parents=True, exist_ok=True)
-        chosen.prepare(cache_dir)
-        return _Proof(artifact, cache_dir, progress, steps, seed).run()
+    threads = torch.get_num_threads()
+    try:
+        # Values of a small model are so few that a second thread gains nothing, and where others work it waits for a core at each operator.
+        torch.set_num_threads(1)
+        with quiet_torch():
+            cache_dir.mkdir(parents=True, exist_ok=True)
+            chosen.prepare(cache_dir)
+            return _Proof(artifact, cache_dir, progress, steps, seed).run()
+    finally:
+        torch.set_num_threads(threads)
 
 
 @dataclass(frozen=True)
