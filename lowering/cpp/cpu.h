@@ -1,5 +1,4 @@
-// Which of a kernel's variants this machine runs: packages are compiled for a level of x86-64, and have the variants beyond it, but those that
-// are built where no variant can be used, and so none was proved.
+// Which of a kernel's variants this machine runs: packages have those beyond the level that they are compiled for, where one can be proved.
 #pragma once
 
 #include <cstdint>
