@@ -76,10 +76,10 @@ def results(
     owner = {job.bucket: kind for kind in kinds for job in kind.jobs.values()}
     first = [kind.jobs[rows] for kind in kinds for rows in kind.made]
     told = {job.bucket for kind in kinds for job in kind.told.values()}
-    run = {result.job.bucket for result in ready}
+    there = {result.job.bucket for result in ready}
     made = [*first, *(job for job in jobs if job.bucket not in told and job not in first)]
     unlike: list[CompileJob] = []
-    for result in itertools.chain(ready, run_all([job for job in made if job.bucket not in run], workers)):
+    for result in itertools.chain(ready, run_all([job for job in made if job.bucket not in there], workers)):
         yield result
         kind = owner.get(result.job.bucket)
         if kind is None or result.job not in first:

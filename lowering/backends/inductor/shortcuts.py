@@ -1,4 +1,7 @@
-"""Work of torch's compiler that takes two fifths of a body's seconds, left out: the code that comes of it has the same loops and calls."""
+"""Work of torch's compiler that takes two fifths of a body's seconds, left out.
+
+The code that comes of it has the same calls in the same order and as many loops; small integer computations may stand in another of these.
+"""
 
 from __future__ import annotations
 

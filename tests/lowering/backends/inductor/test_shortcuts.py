@@ -1,4 +1,4 @@
-"""lowering/backends/inductor/shortcuts.py: with what torch's compiler leaves out it writes code of the same loops and calls.
+"""lowering/backends/inductor/shortcuts.py: with what torch's compiler leaves out it writes code of the same calls and of as many loops.
 
 That packages compute what their graphs do is tested where they are run, test_backend.py and test_in_place.py.
 """
