@@ -108,9 +108,14 @@ def _kinds(plan: Plan, jobs: Sequence[CompileJob]) -> list[_Kind]:
     least = max(plan.limits.bitmasks, plan.limits.logit_adjustments)
     readable = backend(plan.backend).readable
     new = [job for job in jobs if readable and not job.known_key and job.bucket.batch >= least]
-    ordered = sorted(new, key=lambda job: (job.bucket.kind, job.bucket.q_len, _rows(job)))
+    # Rows that the ranks of a group do not divide evenly are padded, by other operators or other numbers of rows.
+    ranks = plan.mesh.axis("tp")
+
+    def alike(job: CompileJob) -> tuple[str, int, int]:
+        return job.bucket.kind, job.bucket.q_len, _rows(job) % ranks
+
     found = []
-    for _, same in itertools.groupby(ordered, lambda job: (job.bucket.kind, job.bucket.q_len)):
+    for _, same in itertools.groupby(sorted(new, key=lambda job: (alike(job), _rows(job))), alike):
         known = {_rows(job): job for job in same}
         rows = list(known)
         if len(rows) >= LEAST:
