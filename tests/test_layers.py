@@ -117,8 +117,8 @@ BUDGETS: dict[str, int] = {
     "graphs": 9734,
     "lowering": 2192,
     "lowering/artifact": 1174,
-    "lowering/ascend": 20505,
-    "lowering/backends": 2104,
+    "lowering/ascend": 20686,
+    "lowering/backends": 2071,
     "lowering/cpp": 5104,
     "models": 13186,
     "runtime": 4586,
@@ -144,17 +144,17 @@ BUDGETS: dict[str, int] = {
     "server/storage": 250,
     "server/telemetry": 370,
     "server/text": 682,
-    "tests": 115271,
+    "tests": 115293,
     "tools": 1550,
     "tools/advisor": 8175,
     "tools/agreement": 1477,
     "tools/bench": 2799,
-    "tools/builder": 6314,
+    "tools/builder": 6320,
     "tools/commands": 2598,
-    "tools/face": 920,
-    "tools/inspection": 1210,
+    "tools/face": 887,
+    "tools/inspection": 1190,
     "tools/lab": 2653,
-    "tools/prove": 6019,
+    "tools/prove": 5988,
     "tools/quantize": 1200,
     "tools/ranks": 1819,
     "tools/serve": 1941,
@@ -406,6 +406,14 @@ def room_breaches(root: Path) -> Iterator[str]:
         yield f"tools/{room} imports tools/{other} no more; take it out of UPWARD"
 
 
+def encoding_breaches(root: Path) -> Iterator[str]:
+    """What is done with either file of a graph for NPUs is in the record of its encoding (lowering/ascend/shipped.py)."""
+    for path in sources(root):
+        for node in ast.walk(parse(root, path)):
+            if isinstance(node, ast.Call) and called_name(node.func) == "isinstance" and re.search(r"\b(Acl|Ge)File\b", ast.unparse(node)):
+                yield f"{path}:{node.lineno}: asks which file a graph is of; its encoding's record says what to do"
+
+
 def operator_breaches(root: Path) -> Iterator[str]:
     tables = list(operator_tables.tables(root, sources(root)))
     if tables:
@@ -433,7 +441,7 @@ def budget_breaches(root: Path) -> Iterator[str]:
 
 LAWS = (
     *(import_breaches, environment_breaches, tree_breaches, length_breaches, mirror_breaches),
-    *(circle_breaches, room_breaches, operator_breaches, kind_breaches, budget_breaches),
+    *(circle_breaches, room_breaches, encoding_breaches, operator_breaches, kind_breaches, budget_breaches),
 )
 
 
@@ -580,6 +588,7 @@ OTHER_BREACHES = [
     ("models/__init__.py", "def f(bucket):\n    return bucket.kind == 'decode'\n", "1 lines ask for names of kinds of steps, where 0 may"),
     ("models/__init__.py", "KINDS = ('decode', 'prefill')\n", "models/__init__.py:1: ('decode', 'prefill')"),
     ("models/__init__.py", "def f(b):\n    return kinds_of_kind(b, 'prefill')\n", "models/__init__.py:2: kinds_of_kind(b, 'prefill')"),
+    ("lowering/other.py", "def f(file):\n    return isinstance(file, x.GeFile | int)\n", "lowering/other.py:2: asks which file"),
     ("lowering/other.py", "TABLE = {'NpuAdd': 1, 'NpuSub': 2}\n", "1 tables name NPU operators outside of their records"),
 ]
 

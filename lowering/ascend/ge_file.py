@@ -7,7 +7,7 @@ import importlib
 import importlib.util
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import msgpack
 import torch
@@ -78,8 +78,13 @@ class GeFile:
         feeds: operand, or `inputs` plus the number of a derived value, of each `Data` op by its index; None: all operands, in order.
         engine: options of the engine, equal for all graphs of one process ("global" in torchair's terms).
         folded: computes the derived values; None where there are none.
+        captured: it is none that operators are captured from when it is loaded.
+        ordered: whether operators run as they are listed; GE guarantees no order beyond data.
     """
 
+    suffix: ClassVar[str] = "ge"
+    captured: ClassVar[bool] = False
+    ordered: ClassVar[bool] = False
     graph: bytes
     options: Mapping[str, str]
     donations: tuple[tuple[int, int], ...]
@@ -95,6 +100,11 @@ class GeFile:
     def operands(self) -> int:
         """Number of operands of the graph: those of the program, then the derived values."""
         return self.inputs + (self.folded.values if self.folded else 0)
+
+    @property
+    def written(self) -> tuple[int, ...]:
+        """Operands that the graph writes, in place or by a donation."""
+        return (*self.bound, *(operand for _, operand in self.donations))
 
     @property
     def data(self) -> tuple[int, ...]:

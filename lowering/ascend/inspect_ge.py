@@ -14,6 +14,7 @@ from ...graphs.errors import LoweringError
 from ...graphs.types import Leaf, Signature
 from .ge_file import GeFile, messages, parse
 from .ge_operators import read
+from .launches import body_of, launches
 from .operators.table import BY_TYPE, IN_PLACE, VIEWS
 from .operators.tensor_type import DTYPES
 
@@ -77,24 +78,24 @@ def _write(flow: MemoryFlow, op: Any, old: str, new: str) -> None:
     flow.operand[new], flow.version[new], flow.latest[operand] = operand, len(writers), new
 
 
-def census(graph: bytes) -> dict[str, int]:
-    """Operators by type.
-
-    Raises:
-        LoweringError: the bytes are no GE model.
-    """
-    return dict(sorted(Counter(op.type for op in parse(graph).graph[0].op).items()))
-
-
 def census_by_body(graph: bytes) -> dict[str, dict[str, int]]:
     """Operators by type, for each prefix of their names; "" has the operators of the main graph.
 
     Raises:
         LoweringError: the bytes are no GE model.
     """
+    return _by_body(parse(graph).graph[0].op)
+
+
+def launched_by_body(graph: bytes) -> dict[str, dict[str, int]]:
+    """Those of them that start a kernel in each step. Constants are left out: two of equal sizes are one."""
+    return _by_body(launches(parse(graph).graph[0].op))
+
+
+def _by_body(ops: Iterable[Any]) -> dict[str, dict[str, int]]:
     counts: dict[str, Counter[str]] = {}
-    for op in parse(graph).graph[0].op:
-        counts.setdefault(op.name.rpartition("/")[0], Counter())[op.type] += 1
+    for op in ops:
+        counts.setdefault(body_of(op.name), Counter())[op.type] += 1
     return {prefix: dict(sorted(count.items())) for prefix, count in counts.items()}
 
 

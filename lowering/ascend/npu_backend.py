@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...graphs.errors import LoweringError
-from ..backend import Backend
+from ..backend import Backend, Claims, Compiled
 from ..platform import CPU, Platform
 from .toolchain import harness
 from .toolchain.stubs import cann
@@ -47,6 +47,24 @@ class NpuBackend(Backend):
 
         self.torchair()
         return lower(partitioned, platform, self.name)
+
+    def prove(self, compiled: Compiled, partitioned: Partitioned | Claims, platform: Platform = CPU) -> None:
+        """Checks that pools are written in place, no length is baked in, no step computes from weights alone, collectives are those of the
+        partitioned graph in an order that devices keep, and a device takes every operator where the platform names a chip.
+
+        Limits on the sizes of a model are left out for models narrower than `SMALLEST_MODEL` of legality/check.py: no kernel is made
+        for those, which are shrunk to be tested and emulated. `npucompile inspect` lists what CANN would refuse of them.
+        """
+        from .. import collectives_check
+        from .legality import check as legality
+        from .shipped import ENCODINGS
+
+        encoding = ENCODINGS[self.name]
+        graph = encoding.decode(compiled.data)
+        encoding.check(graph, partitioned.signature)
+        collectives_check.agree(partitioned.collectives, encoding.collectives(graph))
+        if platform.chip:
+            legality.prove(graph, platform, sizes=legality.has_kernels(partitioned.signature.params))
 
     def torchair(self) -> harness.Torchair:
         """What `prepare` loaded.

@@ -29,14 +29,13 @@ class Ge(NpuBackend):
 
     def compile(self, lowered: Lowered, *, cache_dir: Path, threads: int) -> Compiled:
         """Converts to one GE graph for all ranks, in the format of lowering/ascend/ge_file.py, its operators in the order of a schedule."""
-        from ..ascend import inspect_ge
-        from ..ascend.ge_file import encode
         from ..ascend.link import link
         from ..ascend.overlap import in_order_of_time
+        from ..ascend.shipped import GE
 
         ge_file = link(lowered.graph, lowered.signature, self.torchair(), platform=lowered.platform)
         ge_file = in_order_of_time(ge_file, lowered.mesh, lowered.platform)
-        return Compiled(encode(ge_file), inspect_ge.census(ge_file.graph))
+        return Compiled(GE.encode(ge_file), GE.census(ge_file))
 
     def opened(self, data: bytes) -> Any:
         """A GE file with its graph as a message."""
@@ -52,25 +51,13 @@ class Ge(NpuBackend):
         return encode(replace(tree, graph=tree.graph.SerializeToString(deterministic=True)))
 
     def prove(self, compiled: Compiled, partitioned: Partitioned | Claims, platform: Platform = CPU) -> None:
-        """Checks that pools are written in place, no length is baked in, no step repeats work on weights or computes a value twice,
-        collectives are those of the partitioned graph in order, and CANN takes every operator where the platform names a chip.
-
-        Limits on the sizes of a model are left out for models narrower than `SMALLEST_MODEL` of legality/check.py: no kernel is made
-        for those, which are shrunk to be tested and emulated. `npucompile inspect` lists what CANN would refuse of them.
-        """
-        from .. import collectives_check
-        from ..ascend import inspect_ge, inspect_repeats, inspect_weights
+        """Checks besides that no step computes a value twice."""
+        from ..ascend import inspect_repeats
         from ..ascend.ge_file import decode
         from ..ascend.ge_operators import graphs
-        from ..ascend.legality import check as legality
 
-        ge_file = decode(compiled.data)
-        inspect_ge.check(ge_file, partitioned.signature)
-        inspect_weights.check_folded(ge_file, len(partitioned.signature.params))
-        inspect_repeats.check_unrepeated(ge_file)
-        collectives_check.agree(partitioned.collectives, collectives_check.of_ge_file(ge_file, in_order=True))
-        if platform.chip:
-            legality.prove(ge_file, platform, sizes=legality.has_kernels(partitioned.signature.params))
+        super().prove(compiled, partitioned, platform)
+        inspect_repeats.check_unrepeated(decode(compiled.data))
         graphs.cache_clear()
 
 

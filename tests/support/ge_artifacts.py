@@ -9,7 +9,7 @@ from typing import Any
 from npucompile.lowering.artifact.artifact import Artifact, GraphEntry
 from npucompile.lowering.artifact.manifest import ExecutableRecord
 from npucompile.lowering.ascend.ge_file import GeFile, encode
-from npucompile.lowering.ascend.inspect_ge import census
+from npucompile.lowering.ascend.shipped import GE
 
 from . import tiny
 
@@ -21,7 +21,7 @@ def published(path: Path, ge_file: GeFile, **fields: Any) -> Artifact:
 
     def change(manifest: Any, writer: Any) -> Any:
         compiled = ExecutableRecord("ge", writer.add("graphs", encode(ge_file), "ge"), "key")
-        own = {"compiled": compiled, "census": census(ge_file.graph), "eager": None}
+        own = {"compiled": compiled, "census": GE.census(ge_file), "eager": None}
         graphs = tuple(replace(entry, **own) if entry.bucket.name == BUCKET else entry for entry in manifest.graphs)
         return replace(manifest, **{"graphs": graphs, "mesh": "dp=2,tp=2", "target": "ascend-a3", "deployment": "row-1"} | fields)
 

@@ -11,10 +11,10 @@ from support import ge_bodies as gb
 from npucompile.graphs.types import Mesh
 from npucompile.lowering.ascend.emulator.interpreter import Interpreter
 from npucompile.lowering.ascend.ge_file import GE_DTYPES, GeFile, messages
-from npucompile.lowering.ascend.inspect_ge import census
 from npucompile.lowering.ascend.link import link
 from npucompile.lowering.ascend.operators.call import Call, GeOp, Value, read
 from npucompile.lowering.ascend.operators.table import FUNCTIONS
+from npucompile.lowering.ascend.shipped import GE
 from npucompile.lowering.ascend.toolchain.harness import Torchair
 
 
@@ -103,7 +103,7 @@ def flat(results: Any) -> tuple[torch.Tensor, ...]:
 def computed(ta: Torchair, kind: str, fn: Callable[..., Any], operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Results of a function by the GE graph that torchair makes of it, which has an operator of that type."""
     _, ge_file = shipped(ta, lambda *xs: tuple(x for x in flat(fn(*xs)) if x.numel()), operands)
-    assert kind in census(ge_file.graph)
+    assert kind in GE.census(ge_file)
     (results,) = Interpreter(ge_file, Mesh())([[x.clone() for x in operands]])
     return list(results)
 

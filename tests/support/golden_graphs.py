@@ -19,10 +19,10 @@ from npucompile.lowering.ascend.acl_graph.file import decode as acl_decode
 from npucompile.lowering.ascend.cost.estimate import estimate
 from npucompile.lowering.ascend.cost.parameters import parameters
 from npucompile.lowering.ascend.ge_file import decode, parse
-from npucompile.lowering.ascend.inspect_ge import census
 from npucompile.lowering.ascend.launches import launches
 from npucompile.lowering.ascend.legality import check
 from npucompile.lowering.ascend.legality.assumptions import assumptions
+from npucompile.lowering.ascend.shipped import ENCODINGS
 from npucompile.lowering.backend import backend
 from npucompile.lowering.platform import CANN_RELEASES, OPERATOR_PACKAGES, Platform
 from npucompile.models import registry
@@ -163,13 +163,13 @@ def analyses(chosen: str, own: Platform, mesh: Mesh, data: bytes) -> dict[str, b
     if chosen == "ge":
         ge_file = decode(data)
         cost = estimate(ge_file, speeds, mesh, CONTEXT, own)
-        counts = census(ge_file.graph)
+        counts = ENCODINGS[chosen].census(ge_file)
         started = [op.name for op in launches(parse(ge_file.graph).graph[0].op)]
         legality = [_legality(check.examine(ge_file, platform), platform) for platform in platforms(own)]
     else:
         acl_file = acl_decode(data)
         cost = estimate(acl_file, speeds, mesh, CONTEXT, own)
-        counts = inspect_acl.census(acl_file)
+        counts = ENCODINGS[chosen].census(acl_file)
         started = [name for names in inspect_acl.launches_by_body(acl_file).values() for name in names]
         legality = [_legality(check.examine(acl_file, platform), platform) for platform in platforms(own)]
     return {

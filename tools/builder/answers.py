@@ -13,7 +13,7 @@ from ...graphs.steps.table import kind_of
 from ...graphs.types import Bucket
 from ...lowering.ascend.cost.estimate import estimate
 from ...lowering.ascend.cost.parameters import parameters
-from ...lowering.ascend.shipped import DECODERS
+from ...lowering.ascend.shipped import ENCODINGS
 from ...lowering.backend import Compiled, backend
 from ...models.step import sampling
 from ...runtime.scheduler.draft_widths import CLEARLY
@@ -80,7 +80,8 @@ class Priced:
 def _estimated_ms(plan: Plan, compiled: Compiled | None) -> float:
     assert compiled is not None, "a backend whose graphs are read compiles every bucket"
     context = min(plan.limits.max_model_len, TYPICAL) // 2
-    return estimate(DECODERS[plan.backend](compiled.data), parameters(plan.platform.chip), plan.mesh, context, plan.platform).step_ms
+    graph = ENCODINGS[plan.backend].decode(compiled.data)
+    return estimate(graph, parameters(plan.platform.chip), plan.mesh, context, plan.platform).step_ms
 
 
 def answer(plan: Plan, priced: Priced) -> Plan:
@@ -164,7 +165,7 @@ def _widen(plan: Plan, priced: Priced) -> Plan:
     """
     decode = [bucket for bucket in plan.buckets if kind_of(bucket).decodes]
     left_open = plan.options.draft_widths is None and not plan.deployment and not plan.has_states
-    if not (left_open and plan.limits.drafts and decode) or plan.backend not in DECODERS:
+    if not (left_open and plan.limits.drafts and decode) or plan.backend not in ENCODINGS:
         return plan
     widest, most = decode[-1], decode[-1].q_len
     ms = {most: priced.step_ms(plan, widest)}
@@ -185,7 +186,7 @@ def _price(plan: Plan, priced: Priced) -> Plan:
     local = target("cpu")
     counts = ((LOGPROBS, min(local.max_logprobs, plan.source.model.config.vocab_size)), (LOGIT_ADJUSTMENTS, local.logit_adjustments))
     asked = [(setting, count) for setting, count in counts if getattr(plan.options, setting.name) is None]
-    if not asked or plan.backend not in DECODERS:
+    if not asked or plan.backend not in ENCODINGS:
         return plan
     # The largest: its rows cost most, while what all rows share costs no more. An instance that only prefills has no decode step.
     steps = [bucket for bucket in plan.buckets if not kind_of(bucket).tower]

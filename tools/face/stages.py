@@ -23,12 +23,10 @@ from ...graphs.text import as_text
 from ...graphs.types import Mesh, Rules, Tree
 from ...lowering import backend as backends
 from ...lowering import lower as lowering
-from ...lowering.ascend import inspect_ge
-from ...lowering.ascend.acl_graph.file import graph_of
 from ...lowering.ascend.cost.estimate import StepCost, estimate
 from ...lowering.ascend.cost.parameters import parameters
 from ...lowering.ascend.emulator.interpreter import Interpreter
-from ...lowering.ascend.shipped import DECODERS, ShippedGraph
+from ...lowering.ascend.shipped import ENCODINGS, ShippedGraph
 from ...lowering.device import NPU, missing
 from ...lowering.executable import HostExecutable
 from ...lowering.platform import Platform
@@ -42,12 +40,6 @@ from .device_call import DeviceCall
 
 DEVICE = NPU
 """The kind of device that runs what is compiled for NPUs."""
-
-_TEXTS: Mapping[str, Callable[..., str]] = {
-    "ge": lambda file, title: f"{title}\n{inspect_ge.text(file.graph)}",
-    "aclgraph": lambda file, title: as_text(graph_of(file), title),
-}
-"""The text of what a backend for NPUs has compiled."""
 
 
 def trace(function: Callable[..., Tree], /, *avals: Tree) -> Traced:
@@ -219,7 +211,9 @@ class Compiled(_Stage):
     def as_text(self) -> str:
         """On NPUs the graph that is shipped; else the lowered one, of which the executable is machine code."""
         title = f"{self.call.name} compiled for {self.target.name}"
-        return _TEXTS[self.graph.backend](self._shipped, title) if self.graph.backend in _TEXTS else as_text(self.graph.graph, title)
+        if (encoding := ENCODINGS.get(self.graph.backend)) is not None:
+            return f"{title}\n{encoding.text(self._shipped)}"
+        return as_text(self.graph.graph, title)
 
     def __call__(self, *arguments: Tree) -> Tree:
         """Runs the function on this machine: on its CPU, or on its first NPU.
@@ -262,18 +256,18 @@ class Compiled(_Stage):
             SpecError: the target is a CPU.
             LoweringError: nothing is known of an operator.
         """
-        if self.graph.backend not in DECODERS:
+        if self.graph.backend not in ENCODINGS:
             npus = ", ".join(name for name in TARGETS if not target_named(name).local)
             raise SpecError(f"{self.call.name} is compiled for {self.target.name} by {self.graph.backend}; times are estimated for {npus}")
         return estimate(self._shipped, parameters(self.target.chip), self.partitioned.mesh, 0, self.graph.platform)
 
     @cached_property
     def _shipped(self) -> ShippedGraph:
-        return DECODERS[self.graph.backend](self.data)
+        return ENCODINGS[self.graph.backend].decode(self.data)
 
     @cached_property
     def _interpreter(self) -> Interpreter:
-        graph: ShippedGraph | GraphModule = self._shipped if self.graph.backend in DECODERS else self.graph.graph
+        graph: ShippedGraph | GraphModule = self._shipped if self.graph.backend in ENCODINGS else self.graph.graph
         return Interpreter(graph, self.partitioned.mesh)
 
     @cached_property

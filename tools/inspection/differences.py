@@ -12,7 +12,6 @@ from ...graphs.errors import SpecError
 from ...graphs.types import Leaf
 from ...lowering.artifact.artifact import Artifact, GraphEntry, Manifest
 from ...lowering.artifact.manifest import plain_value
-from ...lowering.ascend.ge_file import GeFile
 from ...lowering.ascend.shipped import shipped_graph
 from . import cost, views
 
@@ -147,8 +146,8 @@ def _rounded(value: Any) -> Any:
 def _options(a: Artifact, mine: GraphEntry, b: Artifact, theirs: GraphEntry) -> dict[str, Mapping[str, Pair]]:
     files = [shipped_graph(artifact, entry) for artifact, entry in ((a, mine), (b, theirs))]
     return {
-        "options": _changed(*(dict(file.options) if isinstance(file, GeFile) else {} for file in files)),
-        "engine": _changed(*(dict(file.engine) if isinstance(file, GeFile) else {} for file in files)),
+        "options": _changed(*(dict(file.options) if file else {} for file in files)),
+        "engine": _changed(*(dict(file.engine) if file else {} for file in files)),
     }
 
 

@@ -15,12 +15,8 @@ from ...graphs.steps.table import STEP_KINDS
 from ...graphs.types import DTYPES, Mesh, Rules
 from ...lowering import collectives_check
 from ...lowering.artifact.artifact import Artifact, GraphEntry, Manifest
-from ...lowering.ascend import inspect_ge
-from ...lowering.ascend.acl_graph import inspect_acl
-from ...lowering.ascend.acl_graph.file import AclFile, graph_of
-from ...lowering.ascend.ge_file import GeFile
 from ...lowering.ascend.launches import kind_of
-from ...lowering.ascend.shipped import shipped_graph
+from ...lowering.ascend.shipped import encoding_of, shipped_graph
 from ...lowering.collectives_check import Collective
 from ...models import programs
 from ...models.slices import Shard, source_bytes
@@ -57,14 +53,12 @@ def ge_graph(artifact: Artifact, entry: GraphEntry) -> View:
         SpecError: the bucket has no graph for NPUs.
     """
     graph = shipped_graph(artifact, entry)
-    if isinstance(graph, AclFile):
-        return _acl_graph(entry, graph)
     if graph is None:
         state = f"compiled by {entry.compiled.backend}" if entry.compiled else "not compiled"
         raise SpecError(f"{entry.bucket.name} is {state}; --stage {GE} shows graphs built for NPUs (npucompile build --target ascend-a3)")
-    text = inspect_ge.text(graph.graph)
-    fields = {name: getattr(graph, name) for name in ("options", "engine", "donations", "bound", "inputs", "outputs", "patches")}
-    return View({"bucket": entry.bucket.name, "stage": GE, "text": text, **fields}, tuple(text.splitlines()))
+    encoding = encoding_of(graph)
+    text, fields = encoding.text(graph), {name: getattr(graph, name) for name in encoding.fields}
+    return View({"bucket": entry.bucket.name, "stage": encoding.backend, "text": text, **fields}, tuple(text.splitlines()))
 
 
 def collectives(artifact: Artifact, entry: GraphEntry) -> View:
@@ -78,12 +72,9 @@ def collectives(artifact: Artifact, entry: GraphEntry) -> View:
     collectives_check.check_ranks(per_rank)
     proofs = [f"all {mesh.size} ranks have the same list for each group, and none waits for ever"]
     graph = shipped_graph(artifact, entry)
-    if isinstance(graph, GeFile):
-        collectives_check.agree(entry.collectives, collectives_check.of_ge_file(graph, in_order=True))
-        proofs.append("the shipped graph has this list, in an order that its data fix")
-    if isinstance(graph, AclFile):
-        collectives_check.agree(entry.collectives, collectives_check.of_acl_file(graph))
-        proofs.append("the shipped graph has this list, on one stream")
+    if graph is not None:
+        collectives_check.agree(entry.collectives, encoding_of(graph).collectives(graph))
+        proofs.append(f"the shipped graph has this list, {'on one stream' if graph.ordered else 'in an order that its data fix'}")
     moved, parts = moved_bytes(entry.collectives, mesh, _choices(artifact.manifest)), folded(entry.collectives)
     data = {
         "bucket": entry.bucket.name,
@@ -99,9 +90,7 @@ def collectives(artifact: Artifact, entry: GraphEntry) -> View:
 def census(artifact: Artifact, entry: GraphEntry) -> View:
     """Operator counts of a bucket's graph for NPUs, in total and by body; its cost; and its roofline estimate."""
     graph, manifest = shipped_graph(artifact, entry), artifact.manifest
-    bodies: Mapping[str, Mapping[str, int]] = {}
-    if graph is not None:
-        bodies = inspect_ge.census_by_body(graph.graph) if isinstance(graph, GeFile) else inspect_acl.census_by_body(graph)
+    bodies = {} if graph is None else encoding_of(graph).bodies(graph)
     mesh = Mesh.parse(manifest.mesh)
     moved = sum(moved_bytes(entry.collectives, mesh, _choices(manifest)).values())
     roof = roofline_of(manifest, entry, mesh)
@@ -116,13 +105,11 @@ def census(artifact: Artifact, entry: GraphEntry) -> View:
     }
     total = sum(entry.census.values())
     lines = [f"{entry.bucket.name}: {total:,} operators" if total else f"{entry.bucket.name}: no graph for NPUs, so no operators to count"]
-    if isinstance(graph, AclFile):
-        started = inspect_acl.launches(graph_of(graph).graph.nodes)
-        copies = inspect_acl.copied_operands(started)
-        data |= {"launches": len(started), "copied_operands": copies, "host_reads": len(graph.cuts), "captured": graph.captured}
-        how = "captured" if graph.captured else "launched one by one"
-        lines.append(f"{len(started):,} launches a step, {how}, and at most {copies:,} copies of operands that are no rows side by side")
-        lines.append(f"the host reads lengths {len(graph.cuts)} times a step, for attention that may be queued already")
+    if graph is not None and (run := encoding_of(graph).run(graph)):
+        data |= run
+        how, copies = "captured" if run["captured"] else "launched one by one", run["copied_operands"]
+        lines.append(f"{run['launches']:,} launches a step, {how}, and at most {copies:,} copies of operands that are no rows side by side")
+        lines.append(f"the host reads lengths {run['host_reads']} times a step, for attention that may be queued already")
     lines += _body_table(entry.census, bodies)
     cost = entry.cost
     lines.append(
@@ -194,12 +181,6 @@ def _repeats(items: Sequence[Collective], at: int) -> tuple[int, int]:
         if times > 1 and times * period > best[0] * best[1]:
             best = (times, period)
     return best
-
-
-def _acl_graph(entry: GraphEntry, acl_file: AclFile) -> View:
-    text = inspect_acl.text(acl_file)
-    fields = {name: getattr(acl_file, name) for name in ("inputs", "outputs", "written", "cuts", "captured")}
-    return View({"bucket": entry.bucket.name, "stage": ACL, "text": text, **fields}, tuple(text.splitlines()))
 
 
 def _choices(manifest: Manifest) -> int:

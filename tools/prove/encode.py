@@ -17,8 +17,7 @@ from ...graphs.steps.encode import ENCODE
 from ...graphs.types import DTYPES, Bucket, Mesh, Rules, Signature
 from ...lowering.artifact.manifest import GraphEntry, Manifest
 from ...lowering.ascend.emulator.interpreter import Interpreter
-from ...lowering.ascend.ge_file import GeFile
-from ...lowering.ascend.shipped import DECODERS, ShippedGraph
+from ...lowering.ascend.shipped import ENCODINGS, ShippedGraph
 from ...lowering.backend import backend
 from ...lowering.backends.eager import EagerExecutable
 from ...lowering.lower import Lowered, lower_eager
@@ -80,7 +79,7 @@ def verify_small(manifest: Manifest, bucket: Bucket, cache_dir: Path) -> dict[st
         return chosen.lower(partitioned(dtype, mesh, bucket))
 
     def shipped(graph: Lowered) -> ShippedGraph:
-        return DECODERS[chosen.name](chosen.compile(graph, cache_dir=cache_dir, threads=0).data)
+        return ENCODINGS[chosen.name].decode(chosen.compile(graph, cache_dir=cache_dir, threads=0).data)
 
     single, graph = replace(bucket, batch=1), lowered(torch.float32)
     whole, rules = (
@@ -97,7 +96,7 @@ def verify_small(manifest: Manifest, bucket: Bucket, cache_dir: Path) -> dict[st
         graph = lowered(DTYPES[manifest.dtype])
         file = shipped(graph)
         # As for the text's graphs (npu.py): GE may choose another order.
-        run = Interpreter(file, mesh, order="reversed-ready") if isinstance(file, GeFile) else Interpreter(file, mesh)
+        run = Interpreter(file, mesh) if file.ordered else Interpreter(file, mesh, order="reversed-ready")
         _check_same(known, replace(step, signature=graph.signature), (Interpreter(graph.graph, mesh), run), mesh, rules)
     return {name: told[name] for name in ("rows", "state_error")}
 

@@ -22,8 +22,7 @@ from ...graphs.steps.table import kind_of
 from ...graphs.types import DTYPES, Bucket, Leaf, Signature
 from ...lowering.artifact.artifact import Artifact
 from ...lowering.ascend.emulator.interpreter import Interpreter
-from ...lowering.ascend.ge_file import GeFile
-from ...lowering.ascend.shipped import DECODERS, ShippedGraph
+from ...lowering.ascend.shipped import ENCODINGS, ShippedGraph
 from ...lowering.backend import backend
 from ...lowering.lower import Lowered
 from ...lowering.platform import CPU, Platform
@@ -195,7 +194,7 @@ class _Proof:
         compiled = chosen.compile(lowered, cache_dir=self.cache_dir, threads=0)
         # A graph in another dtype than the artifact's is made to be compared, and no device takes it.
         chosen.prove(compiled, partitioned, platform if dtype == DTYPES[self.artifact.manifest.dtype] else CPU)
-        return BuiltCase(partitioned, lowered, DECODERS[chosen.name](compiled.data))
+        return BuiltCase(partitioned, lowered, ENCODINGS[chosen.name].decode(compiled.data))
 
 
 def allowed_differences(state: Iterable[Leaf], quantised: bool) -> AllowedDifferences:
@@ -233,7 +232,7 @@ def interpreters(
     runners = {}
     for case, built in graphs.items():
         assert built.shipped is not None, case
-        orders = {"order": order} if isinstance(built.shipped, GeFile) else {}
+        orders = {} if built.shipped.ordered else {"order": order}
         runners[case] = Interpreter(built.shipped, small.mesh, **orders), built.signature
     return runners
 

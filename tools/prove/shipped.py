@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import re
 from collections import Counter
 from collections.abc import Sequence
 
@@ -15,12 +14,7 @@ from ...lowering import collectives_check
 from ...lowering.artifact.artifact import Artifact
 from ...lowering.artifact.manifest import GraphEntry, Manifest
 from ...lowering.artifact.shards import local_signature
-from ...lowering.ascend import inspect_ge, inspect_weights
-from ...lowering.ascend.acl_graph import inspect_acl
-from ...lowering.ascend.acl_graph.file import AclFile
-from ...lowering.ascend.ge_file import GROUPS, parse, patched
-from ...lowering.ascend.launches import body_of, launches
-from ...lowering.ascend.shipped import ShippedGraph, shipped_graph
+from ...lowering.ascend.shipped import ShippedGraph, encoding_of, shipped_graph
 from ...models import programs, shrink
 from ...models.sharding_rules import rules_of
 from ..artifact_model import full_model, spreads
@@ -28,7 +22,6 @@ from ..builder.memory import MemoryPlan, plan_memory
 from ..builder.targets import target
 from .small_model import BucketCase
 
-_CLONE = "aten.clone.default"
 PATCHED_BYTES = 2**26
 """Most bytes of a bucket's graphs on all ranks for which each rank's graph is patched and read: about ten seconds."""
 
@@ -85,15 +78,11 @@ def check_entry(artifact: Artifact, entry: GraphEntry) -> dict[str, float]:
     try:
         shipped = shipped_file(artifact, entry)
         signature = local_signature(artifact.manifest, entry)
-        if isinstance(shipped, AclFile):
-            inspect_acl.check(shipped, signature)
-        else:
-            inspect_ge.check(shipped, signature)
-            inspect_weights.check_folded(shipped, len(signature.params))
-        collectives_check.agree(entry.collectives, collectives_of(shipped))
+        encoding_of(shipped).check(shipped, signature)
+        collectives_check.agree(entry.collectives, encoding_of(shipped).collectives(shipped))
     except NpucompileError as error:
         raise VerifyError(f"{entry.bucket.name} shipped: {error}") from None
-    census = inspect_acl.census(shipped) if isinstance(shipped, AclFile) else inspect_ge.census(shipped.graph)
+    census = encoding_of(shipped).census(shipped)
     if census != dict(entry.census):
         differ = sorted({*census.items()} ^ {*entry.census.items()})
         raise VerifyError(f"{entry.bucket.name} shipped: the graph and the manifest count other operators: {differ[:8]}")
@@ -101,11 +90,7 @@ def check_entry(artifact: Artifact, entry: GraphEntry) -> dict[str, float]:
         listed = f"{len(signature.operands)} and {len(signature.outputs)}"
         actual = f"{shipped.inputs} operands and {shipped.outputs} results"
         raise VerifyError(f"{entry.bucket.name} shipped: the graph has {actual}; the manifest has {listed}")
-    return {
-        "operators": sum(census.values()),
-        "collectives": len(entry.collectives),
-        "pools": len(shipped.written) if isinstance(shipped, AclFile) else len(shipped.donations) + len(shipped.bound),
-    }
+    return {"operators": sum(census.values()), "collectives": len(entry.collectives), "pools": len(shipped.written)}
 
 
 def shipped_file(artifact: Artifact, entry: GraphEntry) -> ShippedGraph:
@@ -117,11 +102,6 @@ def shipped_file(artifact: Artifact, entry: GraphEntry) -> ShippedGraph:
     if (graph := shipped_graph(artifact, entry)) is None:
         raise VerifyError(f"{entry.bucket.name}: the artifact has no GE graph of it; legal is one a bucket: build it with --backend ge")
     return graph
-
-
-def collectives_of(shipped: ShippedGraph) -> tuple[collectives_check.Collective, ...]:
-    """The collectives of a graph, groups as the partitioned graph names them."""
-    return collectives_check.of_acl_file(shipped) if isinstance(shipped, AclFile) else collectives_check.of_ge_file(shipped)
 
 
 def check_patched(artifact: Artifact) -> dict[str, float]:
@@ -150,17 +130,9 @@ def check_patched(artifact: Artifact) -> dict[str, float]:
 
 
 def rank_collectives(shipped: ShippedGraph, manifest: Manifest) -> list[list[collectives_check.Talk]]:
-    """Collectives of each rank, read from its patched graph; a graph of torch operators names groups by their symbols on all ranks."""
-    collectives, mesh = [], Mesh.parse(manifest.mesh)
-    for rank in range(mesh.size):
-        members = {name: mesh.group(name, rank) for name in GROUPS}
-        if isinstance(shipped, AclFile):
-            collectives.append(collectives_check.of_acl_rank(shipped, members))
-            continue
-        names = {name: f"{name}:{members[name][0]}" for name in GROUPS}
-        graph = patched(shipped, rank, names)
-        collectives.append(collectives_check.of_rank(graph, rank, {names[name]: members[name] for name in GROUPS}))
-    return collectives
+    """Collectives of each rank, read from its graph."""
+    mesh = Mesh.parse(manifest.mesh)
+    return [encoding_of(shipped).of_rank(shipped, rank, mesh) for rank in range(mesh.size)]
 
 
 def check_small_bucket(artifact: Artifact, case: BucketCase, partitioned: Partitioned, small_file: ShippedGraph) -> dict[str, float]:
@@ -180,7 +152,7 @@ def check_small_bucket(artifact: Artifact, case: BucketCase, partitioned: Partit
     repeats = _repeats(model.config.layer_kinds, small_kinds)
     collectives, small = partitioned.collectives, _kinds(small_file, kind_of(case.bucket).decodes)
     try:
-        collectives_check.agree(collectives, collectives_of(small_file))
+        collectives_check.agree(collectives, encoding_of(small_file).collectives(small_file))
     except NpucompileError as error:
         raise VerifyError(f"{case.bucket.name} small: {error}") from None
     for entry in case.stands_for:
@@ -199,28 +171,8 @@ def check_small_bucket(artifact: Artifact, case: BucketCase, partitioned: Partit
 
 def _kinds(shipped: ShippedGraph, counted: bool) -> set[frozenset[tuple[str, int]]]:
     """Launches of every kind of body in a graph: (type of operator, number of them), or (type, 1) where they are not counted."""
-    if isinstance(shipped, AclFile):
-        census = _launched_kinds(shipped)
-    else:
-        # Constants are left out: two of equal sizes are one, as rows and tokens of a small bucket may be.
-        counts: dict[str, Counter[str]] = {}
-        for op in launches(parse(shipped.graph).graph[0].op):
-            counts.setdefault(body_of(op.name), Counter())[op.type] += 1
-        census = {body: dict(count) for body, count in counts.items()}
+    census = encoding_of(shipped).launched(shipped)
     return {frozenset((name, count if counted else 1) for name, count in body.items()) for prefix, body in census.items() if prefix}
-
-
-def _launched_kinds(acl_file: AclFile) -> dict[str, dict[str, int]]:
-    """The most launches of each operator in a body of each kind: what all layers share is computed by the first of its kind.
-
-    Copies are left out: which values are views, and which must be copied to lie side by side, depends on sizes, as a dimension of one has
-    any stride.
-    """
-    kinds: dict[str, Counter[str]] = {}
-    for body, names in inspect_acl.launches_by_body(acl_file).items():
-        kind = re.sub(r"_\d+$", "", body)
-        kinds[kind] = kinds.get(kind, Counter()) | Counter(name for name in names if name != _CLONE)
-    return {kind: dict(counts) for kind, counts in kinds.items()}
 
 
 def _repeats(kinds: Sequence[str], small: Sequence[str]) -> tuple[int, ...]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from types import MappingProxyType
+from typing import Any, ClassVar
 
 import msgpack
 from torch.fx import GraphModule
@@ -34,8 +35,14 @@ class AclFile:
         captured: whether each segment is captured and replayed; else its operators are launched one by one.
         calls: (body, number of its nodes), in the order of the nodes behind the operands; "" where a node is in no body.
         folded: computes the derived values, from parameters or constants; None where there are none.
+        ordered: operators run as they are listed.
+        options, engine: it has none, which are for GE.
     """
 
+    suffix: ClassVar[str] = SUFFIX
+    ordered: ClassVar[bool] = True
+    options: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    engine: ClassVar[Mapping[str, str]] = options
     graph: bytes
     inputs: int
     outputs: int

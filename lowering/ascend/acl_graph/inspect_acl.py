@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -18,6 +19,8 @@ from ..inspect_weights import LARGE_BYTES
 from ..operators.table import BY_TARGET, FORMS, GROUP_ARGUMENTS, HOST_LISTS, group_of
 from .file import AclFile, graph_of
 from .formats import TRANSPOSED
+
+_CLONE = "aten.clone.default"
 
 
 def launches(nodes: Iterable[Node]) -> list[Node]:
@@ -63,13 +66,28 @@ def launches_by_body(acl_file: AclFile) -> dict[str, list[str]]:
     return _by_body(acl_file, lambda node: not _moves_nothing(str(node.target)))
 
 
-def census(acl_file: AclFile) -> dict[str, int]:
-    """Operators by name, views included."""
-    return dict(sorted(Counter(name for names in _by_body(acl_file, _is_operator).values() for name in names).items()))
+def launched_by_kind(acl_file: AclFile) -> dict[str, dict[str, int]]:
+    """The most launches of each operator in a body of each kind: what all layers share is computed by the first of its kind.
+
+    Copies are left out: which values are views, and which must be copied to lie side by side, depends on sizes, as a dimension of one has
+    any stride.
+    """
+    kinds: dict[str, Counter[str]] = {}
+    for body, names in launches_by_body(acl_file).items():
+        kind = re.sub(r"_\d+$", "", body)
+        kinds[kind] = kinds.get(kind, Counter()) | Counter(name for name in names if name != _CLONE)
+    return {kind: dict(counts) for kind, counts in kinds.items()}
+
+
+def run(acl_file: AclFile) -> dict[str, Any]:
+    """Launches of a step, copies that they may make besides, how often the host reads lengths, and whether the graph is captured."""
+    started = launches(graph_of(acl_file).graph.nodes)
+    reads = len(acl_file.cuts)
+    return {"launches": len(started), "copied_operands": copied_operands(started), "host_reads": reads, "captured": acl_file.captured}
 
 
 def census_by_body(acl_file: AclFile) -> dict[str, dict[str, int]]:
-    """Operators of each body by name, in the order of the bodies' first operators."""
+    """Operators of each body by name, views included, in the order of the bodies' first operators."""
     return {body: dict(sorted(Counter(names).items())) for body, names in _by_body(acl_file, _is_operator).items()}
 
 

@@ -13,8 +13,8 @@ from ....graphs.types import Mesh
 from ...platform import Platform
 from ..acl_graph.file import AclFile
 from ..ge_file import GeFile
-from ..launches import body_of, kind_of, launches
-from ..legality.nodes import OPERAND, STRUCTURE, Nodes, nodes_of
+from ..launches import body_of, kind_of
+from ..legality.nodes import OPERAND, Nodes, nodes_of
 from ..operators.node import Node
 from ..operators.table import IN_PLACE, VIEWS
 from ..operators.work import Facts, Rows, Work
@@ -201,12 +201,12 @@ class Timed:
 def timed_launches(graph: GeFile | AclFile, speeds: Parameters, mesh: Mesh, context: int, platform: Platform) -> Timed:
     """The launches of one step; arguments and errors as of `estimate`."""
     read, topology = nodes_of(graph, platform), Topology.of(mesh, speeds.npus_per_node)
-    # GE computes once what depends on constants alone; a captured graph launches all that it has.
-    started = launches(read.nodes) if isinstance(graph, GeFile) else [node for node in read.nodes if node.type not in STRUCTURE]
-    if unknown := next((node for node in started if isinstance(graph, AclFile) and not node.called), None):
+    started = read.started
+    # A torch operator that the table does not have goes by its own name.
+    if unknown := next((node for node in started if "." in node.type), None):
         raise LoweringError(f"{unknown.name} ({unknown.type}): nothing is known of this operator; legal are those of the table of legality")
     waits = _waits(read.nodes, {node.name: i for i, node in enumerate(started)})
-    facts = _facts(read, speeds, topology, context)
+    facts = _facts(read, frozenset(graph.written), speeds, topology, context)
     works = [works_of(op, facts) for op in started]
     firsts = list(itertools.accumulate((len(each) for each in works), initial=0))
     tasks = []
@@ -252,12 +252,12 @@ def _streams(started: Sequence[Node], works: Sequence[Sequence[object]], duratio
     return streams
 
 
-def _facts(read: Nodes, speeds: Parameters, topology: Topology, context: int) -> Facts:
+def _facts(read: Nodes, written: frozenset[int], speeds: Parameters, topology: Topology, context: int) -> Facts:
     resident, pools = set[str](), set[str]()
     for node in read.nodes:
         if node.type == OPERAND:
             resident.add(f"{node.name}:0")
-            pools.update([f"{node.name}:0"] if node.operand in read.written else ())
+            pools.update([f"{node.name}:0"] if node.operand in written else ())
         elif node.type == "" or node.type in VIEWS:
             for group in (resident, pools):
                 group.update(f"{node.name}:{port}" for port in range(node.results) if node.input and node.input[0] in group)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -15,7 +16,7 @@ from ..convert import shape_of
 from ..ge_file import GeFile
 from .checks import declared_model
 from .ge_program import ORDERS, GeProgram
-from .program import MeshExchange, Observe
+from .program import Exchange, MeshExchange, Observe
 from .torch_program import TorchProgram
 
 
@@ -38,13 +39,7 @@ class Interpreter:
     def __init__(self, graph: GraphModule | AclFile | GeFile, mesh: Mesh, *, order: str = ORDERS[0]) -> None:
         self._size, self._exchange = mesh.size, MeshExchange(mesh)
         self._file = None if isinstance(graph, GraphModule) else graph
-        self._program: GeProgram | TorchProgram
-        if isinstance(graph, GeFile):
-            self._program = GeProgram(declared_model(graph), order=order)
-        elif order == ORDERS[0]:
-            self._program = TorchProgram(graph if isinstance(graph, GraphModule) else graph_of(graph))
-        else:
-            raise LoweringError(f"order is {order!r}; legal for operators of torch is {ORDERS[0]}")
+        self._program = _program(graph, order)
 
     def __call__(self, operands_per_rank: Sequence[Sequence[torch.Tensor]], observe: Observe | None = None) -> list[list[torch.Tensor]]:
         """Runs one step. State is updated in the operands of each rank; ranks must not share a tensor that the graph writes.
@@ -64,30 +59,58 @@ class Interpreter:
         """
         if len(operands_per_rank) != self._size:
             raise LoweringError(f"operands of {len(operands_per_rank)} ranks, the mesh has {self._size}")
-        fed = [self._fed(rank, operands) for rank, operands in enumerate(operands_per_rank)]
         self._program.observe = observe
-        outputs = self._program.run(fed, self._exchange)
-        if not isinstance(self._file, GeFile):
-            return outputs
+        return self._program.run([self._fed(rank, operands) for rank, operands in enumerate(operands_per_rank)], self._exchange)
+
+    def _fed(self, rank: int, operands: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """A rank's operands with the derived values."""
+        file, total = self._file, self._program.operands
+        inputs = total if file is None else file.inputs
+        if len(operands) not in (inputs, total):
+            raise LoweringError(f"rank {rank} has {len(operands)} operands, the graph takes {inputs}")
+        return operands if file is None or len(operands) == total else [*operands, *fold.evaluate(file, operands)]
+
+
+class _GeFileProgram(GeProgram):
+    """A GE graph that takes the operands of its file, and writes donated outputs into them."""
+
+    def __init__(self, file: GeFile, order: str) -> None:
+        super().__init__(declared_model(file), order=order)
+        self.operands, self._file = file.operands, file
+
+    def run(self, operands_per_rank: Sequence[Sequence[torch.Tensor]], exchange: Exchange) -> list[list[torch.Tensor]]:
+        """Runs one step; returns the results of each rank."""
+        outputs = super().run([self._fed(rank, operands) for rank, operands in enumerate(operands_per_rank)], exchange)
         return [_donated(self._file, values, operands) for values, operands in zip(outputs, operands_per_rank, strict=True)]
 
     def _fed(self, rank: int, operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """What the program takes of a rank's operands, with the derived values."""
-        file, program = self._file, self._program
-        inputs, total = (program.operands, program.operands) if file is None else (file.inputs, file.operands)
-        if len(operands) not in (inputs, total):
-            raise LoweringError(f"rank {rank} has {len(operands)} operands, the graph takes {inputs}")
-        if file is not None and len(operands) < total:
-            operands = [*operands, *fold.evaluate(file, operands)]
-        if not isinstance(file, GeFile) or not isinstance(program, GeProgram):
-            return [*operands]
         fed = []
-        for op in program.data:
-            operand = operands[file.data[op.attrs["index"]]]
+        for op in self.data:
+            operand = operands[self._file.data[op.attrs["index"]]]
             if op.results[0] and shape_of(operand) != op.results[0]:
                 raise LoweringError(f"rank {rank} feeds {op.name} with {shape_of(operand)}; the graph takes {op.results[0]}")
             fed.append(operand)
         return fed
+
+
+@functools.singledispatch
+def _program(graph: GraphModule | AclFile | GeFile, order: str) -> TorchProgram | GeProgram:
+    raise TypeError(f"{type(graph).__name__} is no graph that runs here")
+
+
+_program.register(GeFile, _GeFileProgram)
+
+
+@_program.register
+def _of_torch(graph: GraphModule, order: str) -> TorchProgram:
+    if order != ORDERS[0]:
+        raise LoweringError(f"order is {order!r}; legal for operators of torch is {ORDERS[0]}")
+    return TorchProgram(graph)
+
+
+@_program.register
+def _of_captured(graph: AclFile, order: str) -> TorchProgram:
+    return _of_torch(graph_of(graph), order)
 
 
 def _donated(ge_file: GeFile, outputs: Sequence[torch.Tensor], operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:

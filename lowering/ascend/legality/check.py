@@ -13,7 +13,7 @@ from ..acl_graph.file import AclFile
 from ..ge_file import GeFile
 from ..operators.legality_rules import rule_of
 from ..operators.node import Node
-from .graph_rules import GRAPH_RULES, group_list_kind
+from .graph_rules import GRAPH_RULES, ORDERED_RULES
 from .matching import attributes_of, fitting, form_of, types_of
 from .nodes import STRUCTURE, Nodes, nodes_of
 from .options import check_options
@@ -121,21 +121,19 @@ def examine(graph: GeFile | AclFile, platform: Platform = DEFAULT, facts: Table 
     """
     platform = platform if platform.chip else DEFAULT
     read = nodes_of(graph, platform, facts)
-    checker = Checker(facts or table(), platform, {} if isinstance(graph, AclFile) else graph.options)
-    if isinstance(graph, GeFile):
-        checker.refuse(_dynamic(read))
+    checker = Checker(facts or table(), platform, graph.options)
+    checker.refuse(_dynamic(read))
     for node in read.nodes:
         if "comm_alg" in node.attributes:
             checker.checked.algorithms.setdefault(node.group, Counter())[node.attributes["comm_alg"]] += 1
         if node.type not in STRUCTURE:
             checker.add(node)
-    for rule in (group_list_kind,) if isinstance(graph, AclFile) else GRAPH_RULES:
+    for rule in ORDERED_RULES if graph.ordered else GRAPH_RULES:
         for node, message in rule(read.nodes):
             source = f"rule {rule.__name__}" + answered(rule.__name__, node.type)
             checker.refuse([Violation(node.name, node.label, message, source)])
-    if isinstance(graph, GeFile):
-        for option, message, source in check_options(graph.options, graph.engine):
-            checker.refuse([Violation("", option, message, source)])
+    for option, message, source in check_options(graph.options, graph.engine):
+        checker.refuse([Violation("", option, message, source)])
     return checker.checked
 
 

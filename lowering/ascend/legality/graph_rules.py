@@ -67,8 +67,9 @@ def few_streams(nodes: Sequence[Node]) -> Iterator[tuple[Node, str]]:
 
 
 STREAMS = 32
-GRAPH_RULES: tuple[GraphRule, ...] = (group_list_kind, ordered_exchange, few_streams)
-"""Rules of GE graphs; a captured one runs in the order of its operators, so that nothing has to order exchanges."""
+ORDERED_RULES: tuple[GraphRule, ...] = (group_list_kind, few_streams)
+"""Rules of a graph whose operators run as they are listed, so that nothing has to order exchanges."""
+GRAPH_RULES: tuple[GraphRule, ...] = (*ORDERED_RULES, ordered_exchange)
 
 
 def _ordered(nodes: Sequence[Node], bits: Mapping[str, int]) -> dict[str, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,7 @@ from ..acl_graph.formats import in_nz
 from ..ge_file import PRIORITY, STREAM, GeFile
 from ..ge_operators import Operator, by_kind, read
 from ..ge_types import tensor_types
+from ..launches import launches
 from ..operators.node import Node
 from ..operators.table import GROUP_ARGUMENTS, HOST_LISTS, group_of
 from ..operators.tensor_type import ND, NZ, TensorType
@@ -49,14 +51,15 @@ class Nodes:
     Attributes:
         nodes: in order, operands and views among them.
         types: type of each tensor.
-        written: operands that the graph writes.
+        started: those that start a kernel in each step.
     """
 
     nodes: tuple[Node, ...]
     types: Mapping[str, TensorType]
-    written: frozenset[int]
+    started: Sequence[Node]
 
 
+@functools.singledispatch
 def nodes_of(graph: GeFile | AclFile, platform: Platform, facts: Table | None = None) -> Nodes:
     """The operators of a graph for all ranks.
 
@@ -68,12 +71,22 @@ def nodes_of(graph: GeFile | AclFile, platform: Platform, facts: Table | None = 
         LoweringError: a GE graph is no model, or types of its tensors do not follow from it; a torch operator is registered nowhere, or
             has a tensor of a dtype that no NPU operator takes.
     """
-    if isinstance(graph, AclFile):
-        captured = _Captured(graph, platform, facts or table())
-        return Nodes(tuple(captured.nodes()), captured.types, frozenset(graph.written))
+    raise TypeError(f"{type(graph).__name__} is no graph for NPUs")
+
+
+@nodes_of.register
+def _of_ge_file(graph: GeFile, platform: Platform, facts: Table | None = None) -> Nodes:
     types = tensor_types(graph)
-    written = frozenset((*graph.bound, *(operand for _, operand in graph.donations)))
-    return Nodes(of_ge(read(graph.graph), types, graph.data), types, written)
+    nodes = of_ge(read(graph.graph), types, graph.data)
+    # GE computes once what depends on constants alone.
+    return Nodes(nodes, types, launches(nodes))
+
+
+@nodes_of.register
+def _of_captured(graph: AclFile, platform: Platform, facts: Table | None = None) -> Nodes:
+    captured = _Captured(graph, platform, facts or table())
+    nodes = tuple(captured.nodes())
+    return Nodes(nodes, captured.types, [node for node in nodes if node.type not in STRUCTURE])
 
 
 def of_ge(ops: Sequence[Operator], types: Mapping[str, TensorType], operands: Sequence[int]) -> tuple[Node, ...]:

@@ -10,8 +10,9 @@ from support import ge_bodies as gb
 
 from npucompile.graphs.errors import LoweringError
 from npucompile.lowering.ascend.ge_file import parse
-from npucompile.lowering.ascend.inspect_ge import census, census_by_body, check, text
+from npucompile.lowering.ascend.inspect_ge import census_by_body, check, text
 from npucompile.lowering.ascend.link import link
+from npucompile.lowering.ascend.shipped import GE
 
 
 @pytest.fixture(scope="module")
@@ -51,8 +52,8 @@ def test_census(layers):
     ge_file, signature = layers
     check(ge_file, signature)
     with pytest.raises(LoweringError, match="GE model"):
-        census(b"")
-    counts = census(ge_file.graph)
+        census_by_body(b"")
+    counts = GE.census(ge_file)
     assert counts["Data"] == len(signature.operands)
     assert counts["ScatterPaKvCache"] == counts["RecurrentGatedDeltaRule"] == counts["NetOutput"] == 1
     assert list(counts) == sorted(counts)
@@ -65,7 +66,7 @@ def test_census(layers):
 def test_text_has_a_line_for_each_operator(layers):
     ge_file, _ = layers
     lines = text(ge_file.graph).splitlines()
-    assert len(lines) == sum(census(ge_file.graph).values())
+    assert len(lines) == sum(GE.census(ge_file).values())
     assert "state.layers.0.k_pool = Data() 5 : bf16[8,128,2,64]" in lines
     texts = {line.split(" = ")[0]: line.split(" = ", 1)[1] for line in lines}
     assert texts["layer00_attention/RmsNorm"] == "RmsNorm(inputs.x:0, params.layers.0.gamma:0) epsilon=1e-06 : bf16[8,256], f32[8,1]"

@@ -140,6 +140,12 @@ def test_few_buckets_and_those_that_were_built_before_are_made(model, tmp_path, 
     assert len(derived._kinds(plan, jobs)) == 1
 
 
+def test_rows_that_ranks_divide_with_another_rest_are_another_kind(model, tmp_path, ran):
+    plan = tiny.planned_device(model, buckets=tuple(range(8, 20)), max_num_seqs=19)
+    kinds = derived._kinds(plan, [CompileJob(plan, bucket, tmp_path) for bucket in plan.buckets])
+    assert [list(kind.jobs) for kind in kinds] == [list(range(8, 20, 2)), list(range(9, 20, 2))]
+
+
 @pytest.mark.parametrize("way", ["opened", "closed"])
 def test_what_is_not_readable_is_made(model, tmp_path, ran, way):
     plan = planned(model, backend="aclgraph")

@@ -22,6 +22,7 @@ from npucompile.lowering import collectives_check
 from npucompile.lowering.artifact.graph_io import encode
 from npucompile.lowering.ascend import inspect_ge
 from npucompile.lowering.ascend.ge_file import decode
+from npucompile.lowering.ascend.shipped import GE
 from npucompile.lowering.backend import Compiled, Part, Parts
 from npucompile.models import step
 from npucompile.tools.builder import plan as planning
@@ -79,7 +80,7 @@ def test_each_layer_gathers_and_scatters_once(census):
 def test_what_is_told_of_the_full_bucket_is_what_the_file_holds(lowered):
     plan, result, ge_file = lowered
     assert result.job.bucket == plan.buckets[-1] == Bucket("decode", 2, 4)
-    assert result.compiled.census == inspect_ge.census(ge_file.graph)
+    assert result.compiled.census == GE.census(ge_file)
     assert result.staged.collectives == collectives_check.of_ge_file(ge_file)
     collectives_check.check_ranks(collectives_check.expand(result.staged.collectives, plan.mesh))
     assert {group for _, group, _ in result.staged.collectives} == {"tp", "world"}

@@ -20,6 +20,7 @@ from npucompile.lowering.artifact.artifact import Artifact
 from npucompile.lowering.ascend import npu_backend
 from npucompile.lowering.ascend.ge_file import GeFile, decode, operators, parse
 from npucompile.lowering.ascend.inspect_ge import shape
+from npucompile.lowering.ascend.shipped import GE
 from npucompile.models import sampling
 from npucompile.models.quant.recipes import formats_of_scheme
 from npucompile.tools.agreement.tolerances import FLOAT, QUANTISED, QUANTISED_LATENTS
@@ -154,7 +155,7 @@ def spoiled(monkeypatch, change):
         change(list(operators(model)))
         return replace(ge_file, graph=model.SerializeToString(deterministic=True))
 
-    monkeypatch.setattr(npu, "DECODERS", {"ge": read})
+    monkeypatch.setattr(npu, "ENCODINGS", {"ge": replace(GE, decode=read)})
 
 
 def test_a_difference_that_only_the_artifacts_own_type_has_is_found(prove, monkeypatch):

@@ -11,7 +11,9 @@ from support import small_images as images
 
 from npucompile.graphs.errors import VerifyError
 from npucompile.graphs.types import Aval, Leaf, Mesh
+from npucompile.lowering.ascend import shipped as encodings
 from npucompile.lowering.ascend.ge_file import operators, parse
+from npucompile.lowering.ascend.shipped import CAPTURED
 from npucompile.lowering.collectives_check import expand
 from npucompile.tools.prove import shipped
 
@@ -127,15 +129,15 @@ def test_ranks_that_would_wait_for_ever_are_found_in_what_they_load(artifact, mo
 
         return edited(real(ge_file, rank, groups), swap)
 
-    real = shipped.patched
-    monkeypatch.setattr(shipped, "patched", patched)
+    real = encodings.patched
+    monkeypatch.setattr(encodings, "patched", patched)
     with pytest.raises(VerifyError, match=r"(decode|prefill)-\S+ on all ranks: "):
         shipped.check_patched(artifact)
 
 
 def test_a_rank_patched_with_another_rank_number_is_found(artifact, monkeypatch):
-    real = shipped.patched
-    monkeypatch.setattr(shipped, "patched", lambda ge_file, rank, groups: real(ge_file, 0, groups))
+    real = encodings.patched
+    monkeypatch.setattr(encodings, "patched", lambda ge_file, rank, groups: real(ge_file, 0, groups))
     with pytest.raises(VerifyError, match=r"rank 1: \S+ has ep_rank_id 0; its place in 'dispatch:0' is 1"):
         shipped.check_patched(artifact)
 
@@ -222,6 +224,6 @@ def test_ranks_of_captured_graphs_run_the_collectives_of_the_manifest(tmp_path_f
     entry = artifact.manifest.graphs[0]
     talks = shipped.rank_collectives(shipped.shipped_file(artifact, entry), artifact.manifest)
     assert talks == expand(entry.collectives, Mesh.parse("dp=2,tp=2"))
-    kinds = shipped._launched_kinds(shipped.shipped_file(artifact, entry))
+    kinds = CAPTURED.launched(shipped.shipped_file(artifact, entry))
     assert {"linear_attention", "full_attention"} <= set(kinds)
     assert "aten.view.default" not in kinds["full_attention"]

@@ -141,7 +141,7 @@ class CallRecorder:
         if key not in self.calls:
             copied: Any = map_aggregate((args, dict(kwargs)), _copied)
             # Every captured graph takes a stream, so one call of each operator is captured and the others are launched.
-            in_stream = isinstance(self._graph.file, AclFile) and self._graph.file.captured
+            in_stream = self._graph.file.captured
             number = sum(call.target == target for call in self.calls.values())
             captured = in_stream and not number
             arguments = tuple(copied[0]), dict(copied[1])

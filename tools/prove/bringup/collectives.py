@@ -31,7 +31,7 @@ from ...ranks.rank_settings import RankPlace
 from .captured import OperatorCall, described
 from .device_graph import DeviceGraph, Host
 from .rates import REPEATS, of_rank
-from .recording import BucketGraph, ShippedBucket, shipped_buckets
+from .recording import BucketGraph, CapturedBucket, ShippedBucket, shipped_buckets
 from .results import COLLECTIVES, Failure, Timing, Wanted
 
 DISPATCH, COMBINE = "moe_dispatch", "moe_combine"
@@ -131,7 +131,7 @@ def collective_cases(graphs: Sequence[ShippedBucket], mesh: Mesh) -> tuple[list[
     seen: set[tuple[str, ...]] = set()
     left_out: list[str] = []
     for graph in graphs:
-        for key, label, make in _of_ge(graph) if isinstance(graph, BucketGraph) else _of_captured(graph):
+        for key, label, make in _found(graph):
             if key in seen:
                 continue
             seen.add(key)
@@ -148,6 +148,12 @@ Found = tuple[tuple[str, ...], str, Callable[[], CollectiveCase | None]]
 """A collective of a graph: what distinguishes it from others, its label, and what makes a case of it."""
 
 
+@functools.singledispatch
+def _found(graph: ShippedBucket) -> Iterator[Found]:
+    raise TypeError(f"{type(graph).__name__} is no bucket of a graph for NPUs")
+
+
+@_found.register
 def _of_ge(graph: BucketGraph) -> Iterator[Found]:
     for message in graph.whole.ops.values():
         if message.type in COMMUNICATING:
@@ -156,8 +162,8 @@ def _of_ge(graph: BucketGraph) -> Iterator[Found]:
             yield key, str(op), functools.partial(_case, graph, op)
 
 
-def _of_captured(graph: ShippedBucket) -> Iterator[Found]:
-    assert isinstance(graph.file, AclFile)
+@_found.register
+def _of_captured(graph: CapturedBucket) -> Iterator[Found]:
     for node in graph_of(graph.file).graph.nodes:
         if (record := COMMUNICATING_TARGETS.get(str(node.target))) is not None:
             arguments: Any = map_aggregate(

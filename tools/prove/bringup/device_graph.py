@@ -10,9 +10,7 @@ from types import MappingProxyType
 
 import torch
 
-from ....lowering.ascend.acl_graph.file import SUFFIX, AclFile
-from ....lowering.ascend.acl_graph.file import encode as acl_encode
-from ....lowering.ascend.ge_file import GeFile, encode
+from ....lowering.ascend.shipped import ShippedGraph, encoding_of
 from ....lowering.device import Device
 from ....lowering.device_error import named
 
@@ -80,16 +78,15 @@ class DeviceGraph:
     def __init__(
         self,
         host: Host,
-        ge_file: GeFile | AclFile,
+        graph: ShippedGraph,
         operands: Sequence[torch.Tensor],
         rank: int = 0,
         communicators: Mapping[str, str] = MappingProxyType({}),
         *,
         off: frozenset[str] = frozenset(),
     ) -> None:
-        self._host, captured = host, isinstance(ge_file, AclFile)
-        path = host.path(SUFFIX if captured else "ge")
-        path.write_bytes(acl_encode(ge_file) if isinstance(ge_file, AclFile) else encode(ge_file))
+        self._host, path = host, host.path(graph.suffix)
+        path.write_bytes(encoding_of(graph).encode(graph))
         try:
             self._executable = host.device.open(path, rank, communicators)
         finally:

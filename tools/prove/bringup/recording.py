@@ -13,6 +13,7 @@ import torch
 from ....graphs.types import COORDS, Aval, Bucket, Leaf, Mesh, Signature, leaf_name
 from ....lowering.artifact.artifact import Artifact
 from ....lowering.artifact.shards import local_signature
+from ....lowering.ascend.acl_graph.file import AclFile
 from ....lowering.ascend.emulator.ge_program import BORDER, GeProgram, parsed_shape
 from ....lowering.ascend.emulator.interpreter import Interpreter
 from ....lowering.ascend.emulator.program import MeshExchange
@@ -44,13 +45,20 @@ class ShippedBucket:
         return Interpreter(self.file, mesh)
 
 
+class CapturedBucket(ShippedBucket):
+    """The captured graph of a bucket."""
+
+    file: AclFile
+
+
 class BucketGraph(ShippedBucket):
     """The GE graph of a bucket."""
+
+    file: GeFile
 
     @functools.cached_property
     def whole(self) -> WholeGraph:
         """Its operators."""
-        assert isinstance(self.file, GeFile)
         return WholeGraph(self.file)
 
     @property
@@ -86,9 +94,17 @@ def shipped_buckets(artifact: Artifact) -> list[ShippedBucket]:
     for entry in sorted(artifact.manifest.graphs, key=lambda entry: (entry.bucket.tokens, entry.bucket)):
         file = shipped_graph(artifact, entry)
         assert file is not None
-        kind = BucketGraph if isinstance(file, GeFile) else ShippedBucket
-        graphs.append(kind(file, entry.bucket, local_signature(artifact.manifest, entry)))
+        graphs.append(_bucket(file, entry.bucket, local_signature(artifact.manifest, entry)))
     return graphs
+
+
+@functools.singledispatch
+def _bucket(file: ShippedGraph, bucket: Bucket, signature: Signature) -> ShippedBucket:
+    raise TypeError(f"{type(file).__name__} is no graph for NPUs")
+
+
+_bucket.register(GeFile, BucketGraph)
+_bucket.register(AclFile, CapturedBucket)
 
 
 def distinct_bodies(graph: BucketGraph) -> dict[str, list[str]]:

@@ -37,7 +37,7 @@ from .environment import EnvironmentCase
 from .findings import Findings
 from .on_all_ranks import READY, STARTING, OnAllRanks
 from .rates import RatesCase
-from .recording import BucketGraph, Recorder, ShippedBucket, shipped_buckets
+from .recording import BucketGraph, CapturedBucket, Recorder, ShippedBucket, shipped_buckets
 from .results import ALL, BUCKETS, COLLECTIVES, ENVIRONMENT, LAYERS, OPERATORS, Case, Failure, Finding, RungResult, Timing, Wanted
 from .steps import StepPlanner
 
@@ -132,7 +132,7 @@ class Bringup:
         return bool(children.version)
 
     def _climb(self, children: Children) -> None:
-        captured = [graph for graph in self._shipped if not isinstance(graph, BucketGraph)]
+        captured = [graph for graph in self._shipped if isinstance(graph, CapturedBucket)]
         with self._rung(OPERATORS) as runs:
             if runs:
                 cases, facts, left_out = self._operators() if not captured else self._calls(captured)
@@ -258,7 +258,7 @@ class Bringup:
         left_out = [f"{case.name} {case.shapes}: between the smallest and the largest of its kind" for case in others]
         return [*selected], {"distinct": len(cases), "run": len(selected)}, left_out
 
-    def _calls(self, graphs: list[ShippedBucket]) -> tuple[list[Case], dict[str, int], list[str]]:
+    def _calls(self, graphs: list[CapturedBucket]) -> tuple[list[Case], dict[str, int], list[str]]:
         """Operators of captured graphs."""
         calls: dict[str, OperatorCall] = {}
         with self.progress.bar("record", len(graphs)) as bar:

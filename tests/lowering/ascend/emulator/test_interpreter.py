@@ -21,10 +21,11 @@ from npucompile.lowering.ascend.emulator.interpreter import Interpreter
 from npucompile.lowering.ascend.fold import evaluate
 from npucompile.lowering.ascend.ge_file import STREAM, GeFile, messages, parse
 from npucompile.lowering.ascend.hoist import hoist
-from npucompile.lowering.ascend.inspect_ge import census, check
+from npucompile.lowering.ascend.inspect_ge import check
 from npucompile.lowering.ascend.link import link
 from npucompile.lowering.ascend.lowered import lower
 from npucompile.lowering.ascend.overlap import in_order_of_time
+from npucompile.lowering.ascend.shipped import GE
 from npucompile.lowering.collectives_check import of_ge_file
 from npucompile.lowering.platform import Platform
 from npucompile.models.variant import Variant
@@ -91,7 +92,7 @@ def test_derived_values_are_computed_here_or_given(ta: Any) -> None:
     hoisted = hoist(graph, signature)
     ge_file, operands = link(hoisted, signature, ta), [gc.draw(3), gc.draw(2, 3, seed=1)]
     assert ge_file.data == (1, 2)
-    assert "Add" not in census(ge_file.graph)
+    assert "Add" not in GE.census(ge_file)
     results = agree(hoisted, ge_file, "", [operands])
     assert equal(agree(graph, ge_file, "", [operands]), results)
     loaded = [torch.full((3,), torch.nan), operands[1], *evaluate(ge_file, operands)]
@@ -394,7 +395,7 @@ def test_a_model_after_torchair_is_the_model_before_it(ta: Any, name: str) -> No
             ge_file = in_order_of_time(link(lowered.graph, lowered.signature, ta, platform=platform), mesh, platform)
             check(ge_file, lowered.signature)
             assert of_ge_file(ge_file, in_order=True) == partitioned.collectives
-            assert set(types[bucket.kind]) <= set(census(ge_file.graph))
+            assert set(types[bucket.kind]) <= set(GE.census(ge_file))
             cache[bucket] = lowered.graph, ge_file
         return cache[bucket]
 
