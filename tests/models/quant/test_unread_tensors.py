@@ -42,7 +42,8 @@ def weights(**tensors: torch.Tensor | None) -> Change:
         for name in (name.replace("__", ".") for name, tensor in tensors.items() if tensor is None):
             del held[name]
         save_file(held, file)
-        next(directory.glob("*.index.json")).write_text(json.dumps({"weight_map": dict.fromkeys(held, file.name)}))
+        for index in directory.glob("*.index.json"):
+            index.write_text(json.dumps({"weight_map": dict.fromkeys(held, file.name)}))
 
     return change
 
