@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -45,16 +45,16 @@ class Given:
     """
 
     text: str
-    inputs: Mapping[str, str]
-    attributes: Mapping[str, Any]
-    sources: Mapping[str, Source]
-    beside: tuple[str, ...]
-    filled: tuple[str, ...]
+    inputs: Mapping[str, str] = field(default_factory=dict)
+    attributes: Mapping[str, Any] = field(default_factory=dict)
+    sources: Mapping[str, Source] = field(default_factory=dict)
+    beside: tuple[str, ...] = ()
+    filled: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Thread:
-    """One report.
+    """One report; its row leaves out what its thread does not say.
 
     Attributes:
         id: short name.
@@ -74,17 +74,17 @@ class Thread:
 
     id: str
     link: str
-    also: tuple[str, ...]
     stack: str
-    chip: str | None
-    cann: str | None
     operator: str
     answered: str
     given: Given
     answer: str
     meaning: str
     way_out: str
-    refused_by: str | None
+    also: tuple[str, ...] = ()
+    chip: str | None = None
+    cann: str | None = None
+    refused_by: str | None = None
     not_applicable: str | None = None
 
 
@@ -118,11 +118,11 @@ def answered(rule: str, operator: str) -> str:
 
 
 def _thread(row: Mapping[str, Any]) -> Thread:
-    legal = {field.name for field in fields(Thread)}
-    missing = legal - {"not_applicable"} - set(row)
+    legal = {each.name for each in fields(Thread)}
+    missing = {each.name for each in fields(Thread) if each.default is MISSING} - set(row)
     if missing or set(row) - legal:
         raise LoweringError(f"row {row.get('id')!r} lacks {sorted(missing)} and has {sorted(set(row) - legal)}; legal are {sorted(legal)}")
-    thread = Thread(**{**row, "also": tuple(row["also"]), "given": _given(row["given"])})
+    thread = Thread(**{**row, "also": tuple(row.get("also", ())), "given": _given(row["given"])})
     if thread.answered not in ANSWERED:
         raise LoweringError(f"row {thread.id}: answered is {thread.answered!r}; legal are {', '.join(ANSWERED)}")
     if (thread.refused_by is None) == (thread.not_applicable is None):
@@ -131,15 +131,15 @@ def _thread(row: Mapping[str, Any]) -> Thread:
         raise LoweringError(
             f"row {thread.id} is refused by {thread.refused_by} and gives no inputs; legal is what an operator can be built of"
         )
-    empty = [field.name for field in fields(Thread) if getattr(thread, field.name) == ""]
+    empty = [each.name for each in fields(Thread) if getattr(thread, each.name) == ""]
     if empty or not thread.given.text:
-        raise LoweringError(f"row {thread.id} says nothing in {empty or ['given.text']}; legal is None where the thread does not say")
+        raise LoweringError(f"row {thread.id} says nothing in {empty or ['given.text']}; legal is to leave out what is not said")
     return thread
 
 
 def _given(row: Mapping[str, Any]) -> Given:
-    sources = {slot: Source(**source) for slot, source in row["sources"].items()}
-    return Given(**{**row, "sources": sources, "beside": tuple(row["beside"]), "filled": tuple(row["filled"])})
+    sources = {slot: Source(**source) for slot, source in row.get("sources", {}).items()}
+    return Given(**{**row, "sources": sources, "beside": tuple(row.get("beside", ())), "filled": tuple(row.get("filled", ()))})
 
 
 def _unique(what: str, values: list[str]) -> None:

@@ -44,7 +44,7 @@ def test_a_refusal_names_the_report(name):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda rows: rows[0].pop("chip"), "lacks ['chip']"),
+        (lambda rows: rows[0].pop("stack"), "lacks ['stack']"),
         (lambda rows: rows[0].update(colour="red"), "has ['colour']"),
         (lambda rows: rows[0].update(id=rows[1]["id"]), "the name"),
         (lambda rows: rows[0].update(also=[rows[1]["link"]]), "the link"),
