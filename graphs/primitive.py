@@ -51,6 +51,11 @@ def nbytes(*tensors: torch.Tensor | None) -> int:
     return sum(math.prod(t.shape) * t.dtype.itemsize for t in tensors if t is not None)
 
 
+def _as_returned(results: Sequence[Any]) -> Any:
+    """Results as an operator returns them."""
+    return results[0] if len(results) == 1 else tuple(results) or None
+
+
 def _returns(count: int) -> str:
     return "Tensor" if count == 1 else f"({', '.join(['Tensor'] * count)})"
 
@@ -86,7 +91,8 @@ class Primitive(Generic[Operands]):
             order; `_` is a dimension that stays whole. A letter may be sharded when all its carriers are; a letter
             that some result lacks must be declared `sum` (that result is then a partial sum), else it stays whole.
         donates: (operand index, result index) pairs: the result is the operand with some elements replaced. The rule
-            `inplace` then does the same into the operand itself.
+            `inplace` then does the same into the operand itself. Where all results are such, they have the abstract rule by that.
+        like: the operand whose shape and dtype the one result has, contiguous: the abstract rule of many.
 
     Attributes:
         arguments: names of the operator's arguments, in order.
@@ -97,7 +103,9 @@ class Primitive(Generic[Operands]):
             the record has another type.
     """
 
-    def __init__(self, name: str, operands: type[Operands], *, factors: str, donates: tuple[tuple[int, int], ...] = ()) -> None:
+    def __init__(
+        self, name: str, operands: type[Operands], *, factors: str, donates: tuple[tuple[int, int], ...] = (), like: str = ""
+    ) -> None:
         if name in TABLE:
             raise PrimitiveError(f"primitive {name!r} is defined twice; names are unique")
         self.name, self.factors, self.donates = name, Factors.parse(factors), donates
@@ -120,6 +128,11 @@ class Primitive(Generic[Operands]):
         _LIBRARY.define(f"{name}{self.schema}")
         self.op = getattr(getattr(torch.ops, NAMESPACE), name).default
         TABLE[name] = self
+        if like:
+            self.abstract(lambda args: torch.empty_like(getattr(args, like), memory_format=torch.contiguous_format))
+        elif len(donates) == len(self.factors.results):
+            pools = [operand for operand, _ in sorted(donates, key=lambda pair: pair[1])]
+            self.abstract(lambda args: _as_returned([torch.empty_like(args[pool]) for pool in pools]))
 
     def rule(self, facet: str) -> Rule:
         """The rule of one facet, as a function of the operands one by one.
@@ -174,8 +187,7 @@ class Primitive(Generic[Operands]):
         return fn
 
     def _without_donated(self, results: Sequence[Any]) -> Any:
-        others = tuple(results[i] for i in self.kept_results)
-        return others[0] if len(others) == 1 else others or None
+        return _as_returned([results[i] for i in self.kept_results])
 
     @property
     def inplace_op(self) -> torch._ops.OpOverload:

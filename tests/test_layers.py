@@ -114,7 +114,7 @@ KIND_NAMES = 22
 # Lines that a room may have, and words of the documents. Raising one is a line in a commit that says why.
 BUDGETS: dict[str, int] = {
     "docs (words)": 45000,
-    "graphs": 9734,
+    "graphs": 9649,
     "lowering": 2192,
     "lowering/artifact": 1174,
     "lowering/ascend": 20211,

@@ -22,12 +22,7 @@ class AdjustLogits(NamedTuple):
     repetition_penalty: Tensor  # [B] f32, above 0
 
 
-adjust_logits = Primitive("adjust_logits", AdjustLogits, factors="b q _, _ q _, b, b, _ q _, b, b -> b q _")
-
-
-@adjust_logits.abstract
-def _abstract(args: AdjustLogits) -> Tensor:
-    return torch.empty(args.logits.shape, dtype=args.logits.dtype, device=args.logits.device)
+adjust_logits = Primitive("adjust_logits", AdjustLogits, factors="b q _, _ q _, b, b, _ q _, b, b -> b q _", like="logits")
 
 
 @adjust_logits.reference

@@ -23,11 +23,6 @@ cache_write = Primitive(
 )
 
 
-@cache_write.abstract
-def _abstract(args: CacheWrite) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(args.k_cache), torch.empty_like(args.v_cache)
-
-
 @cache_write.reference
 def cache_write_reference(args: CacheWrite) -> tuple[Tensor, Tensor]:
     """Writes each token's key and value to its slot.

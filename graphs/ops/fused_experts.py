@@ -46,7 +46,10 @@ class FusedExpertsW4A8(NamedTuple):
 
 
 fused_experts_w4a8 = Primitive(
-    "fused_experts_w4a8", FusedExpertsW4A8, factors="_ _, _ _, _ _, _ _, _ _ _, _ _ _, _ _, _ _ _, _ _ _, _ _, _ -> _ _"
+    "fused_experts_w4a8",
+    FusedExpertsW4A8,
+    factors="_ _, _ _, _ _, _ _, _ _ _, _ _ _, _ _, _ _ _, _ _ _, _ _, _ -> _ _",
+    like="x",
 )
 
 # What the kernel of vllm-ascend takes (vllm-project/vllm-ascend@182b75e, csrc/mc2/dispatch_ffn_combine_w4_a8): its host code checks none.
@@ -83,11 +86,6 @@ def workspace_bytes(tokens: int, M: int, F: int, choices: int, experts: int, ran
     rows, local = rows_at_most(tokens, choices, experts, ranks), experts // ranks
     each = 2 * 4 + 2 * 2 * max(2 * F, M) + max(M, F)
     return 16 * 2**20 + rows * each + 4 * (-(-tokens // 256) * 256 * choices + 2 * ranks * ranks * local + 16 * ranks)
-
-
-@fused_experts_w4a8.abstract
-def _abstract(args: FusedExpertsW4A8) -> Tensor:
-    return torch.empty(args.x.shape, dtype=args.x.dtype, device=args.x.device)
 
 
 def _dispatch(args: FusedExpertsW4A8) -> MoeDispatch:

@@ -15,12 +15,7 @@ class Gelu(NamedTuple):
     tanh: bool  # whether the formula with a hyperbolic tangent stands for the exact one
 
 
-gelu = Primitive("gelu", Gelu, factors="t f -> t f")
-
-
-@gelu.abstract
-def _abstract(args: Gelu) -> Tensor:
-    return torch.empty(args.x.shape, dtype=args.x.dtype, device=args.x.device)
+gelu = Primitive("gelu", Gelu, factors="t f -> t f", like="x")
 
 
 @gelu.reference

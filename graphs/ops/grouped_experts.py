@@ -18,7 +18,7 @@ class GroupedExperts(NamedTuple):
     down: Tensor  # [E, F, M]
 
 
-grouped_experts = Primitive("grouped_experts", GroupedExperts, factors="_ _, _, _ _ _, _ _ _ -> _ _")
+grouped_experts = Primitive("grouped_experts", GroupedExperts, factors="_ _, _, _ _ _, _ _ _ -> _ _", like="rows")
 
 Expert = Callable[..., Tensor]
 """An expert's output of some rows: `expert(e, rows, ...)`, each operand with one entry a row."""
@@ -53,11 +53,6 @@ def every_group(expert: Expert, counts: Tensor, width: int, dtype: torch.dtype, 
     for e in range(counts.shape[0]):
         out = torch.where((owner == e)[:, None], expert(e, *operands), out)
     return out
-
-
-@grouped_experts.abstract
-def _abstract(args: GroupedExperts) -> Tensor:
-    return torch.empty(args.rows.shape, dtype=args.rows.dtype, device=args.rows.device)
 
 
 def _run(runner: Callable[..., Tensor], args: GroupedExperts) -> Tensor:

@@ -17,12 +17,7 @@ class LayerNorm(NamedTuple):
     eps: float
 
 
-layer_norm = Primitive("layer_norm", LayerNorm, factors="t _, _, _ -> t _")
-
-
-@layer_norm.abstract
-def _abstract(args: LayerNorm) -> Tensor:
-    return torch.empty(args.x.shape, dtype=args.x.dtype, device=args.x.device)
+layer_norm = Primitive("layer_norm", LayerNorm, factors="t _, _, _ -> t _", like="x")
 
 
 @layer_norm.reference

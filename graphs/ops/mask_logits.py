@@ -17,12 +17,7 @@ class MaskLogits(NamedTuple):
     bitmask_rows: Tensor  # [B] int32; 0 leaves a row as it is, c masks it with bitmask[c - 1]
 
 
-mask_logits = Primitive("mask_logits", MaskLogits, factors="b q _, _ q _, b -> b q _")
-
-
-@mask_logits.abstract
-def _abstract(args: MaskLogits) -> Tensor:
-    return torch.empty(args.logits.shape, dtype=args.logits.dtype, device=args.logits.device)
+mask_logits = Primitive("mask_logits", MaskLogits, factors="b q _, _ q _, b -> b q _", like="logits")
 
 
 @mask_logits.reference

@@ -26,12 +26,7 @@ class MlaAttention(NamedTuple):
     scale: float  # multiplies the scores
 
 
-mla_attention = Primitive("mla_attention", MlaAttention, factors="b _ h _, b _ h _, _ _ _ _, _ _ _ _, b _, b, b -> b _ h _")
-
-
-@mla_attention.abstract
-def _abstract(args: MlaAttention) -> Tensor:
-    return torch.empty(args.q.shape, dtype=args.q.dtype, device=args.q.device)
+mla_attention = Primitive("mla_attention", MlaAttention, factors="b _ h _, b _ h _, _ _ _ _, _ _ _ _, b _, b, b -> b _ h _", like="q")
 
 
 @mla_attention.reference

@@ -22,12 +22,7 @@ class MoeExperts(NamedTuple):
     down: Tensor  # [E, M, F]
 
 
-moe_experts = Primitive("moe_experts", MoeExperts, factors="_ _, _ _, _ _, _ _ f _, _ _ f -> _ _; sum f")
-
-
-@moe_experts.abstract
-def _abstract(args: MoeExperts) -> Tensor:
-    return torch.empty(args.x.shape, dtype=args.x.dtype, device=args.x.device)
+moe_experts = Primitive("moe_experts", MoeExperts, factors="_ _, _ _, _ _, _ _ f _, _ _ f -> _ _; sum f", like="x")
 
 
 @moe_experts.reference

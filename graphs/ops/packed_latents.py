@@ -80,11 +80,6 @@ class PackedLatentWrite(NamedTuple):
 packed_latent_write = Primitive("packed_latent_write", PackedLatentWrite, factors="_ _ _ _, _ _ _, _ _ _, _ -> _ _ _ _", donates=((0, 0),))
 
 
-@packed_latent_write.abstract
-def _abstract(args: PackedLatentWrite) -> Tensor:
-    return torch.empty_like(args.cache)
-
-
 @packed_latent_write.reference
 def packed_latent_write_reference(args: PackedLatentWrite) -> Tensor:
     """Rounds each tile of a latent to int8 by its largest value, and writes it with its rotary part and its scales to the token's slot.

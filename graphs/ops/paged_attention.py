@@ -22,12 +22,7 @@ class PagedAttention(NamedTuple):
     scale: float  # multiplies the scores
 
 
-paged_attention = Primitive("paged_attention", PagedAttention, factors="b _ h _, _ _ h _, _ _ h _, b _, b, b -> b _ h _")
-
-
-@paged_attention.abstract
-def _abstract(args: PagedAttention) -> Tensor:
-    return torch.empty(args.q.shape, dtype=args.q.dtype, device=args.q.device)
+paged_attention = Primitive("paged_attention", PagedAttention, factors="b _ h _, _ _ h _, _ _ h _, b _, b, b -> b _ h _", like="q")
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, num_computed_tokens: Tensor, query_lens: Tensor, scale: float) -> Tensor:

@@ -19,11 +19,6 @@ class PagedWrite(NamedTuple):
 paged_write = Primitive("paged_write", PagedWrite, factors="_ _ g _, _ g _, _ -> _ _ g _", donates=((0, 0),))
 
 
-@paged_write.abstract
-def _abstract(args: PagedWrite) -> Tensor:
-    return torch.empty_like(args.cache)
-
-
 @paged_write.reference
 def paged_write_reference(args: PagedWrite) -> Tensor:
     """Writes each token's row to its slot.

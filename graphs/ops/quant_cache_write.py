@@ -48,16 +48,6 @@ static_cache_write = Primitive(
 )
 
 
-@quant_cache_write.abstract
-def _abstract(args: QuantCacheWrite) -> tuple[Tensor, ...]:
-    return tuple(torch.empty_like(pool) for pool in args[:4])
-
-
-@static_cache_write.abstract
-def _static_abstract(args: StaticCacheWrite) -> tuple[Tensor, ...]:
-    return torch.empty_like(args.k_cache), torch.empty_like(args.v_cache)
-
-
 @quant_cache_write.reference
 def quant_cache_write_reference(args: QuantCacheWrite) -> tuple[Tensor, ...]:
     """Rounds each head of each token to int8 by its largest value, and writes integers and scales to the token's slot.

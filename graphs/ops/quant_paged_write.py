@@ -23,11 +23,6 @@ quant_paged_write = Primitive(
 )
 
 
-@quant_paged_write.abstract
-def _abstract(args: QuantPagedWrite) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(args.cache), torch.empty_like(args.scale)
-
-
 @quant_paged_write.reference
 def quant_paged_write_reference(args: QuantPagedWrite) -> tuple[Tensor, Tensor]:
     """Rounds each row to int8 by its largest value, and writes integers and scale to the token's slot.

@@ -25,13 +25,11 @@ class QuantSparseAttention(NamedTuple):
 
 
 quant_sparse_attention = Primitive(
-    "quant_sparse_attention", QuantSparseAttention, factors="b _ h _, b _ h _, _ _ _ _, b _ _, b _, b, b -> b _ h _"
+    "quant_sparse_attention",
+    QuantSparseAttention,
+    factors="b _ h _, b _ h _, _ _ _ _, b _ _, b _, b, b -> b _ h _",
+    like="q",
 )
-
-
-@quant_sparse_attention.abstract
-def _abstract(args: QuantSparseAttention) -> Tensor:
-    return torch.empty(args.q.shape, dtype=args.q.dtype, device=args.q.device)
 
 
 @quant_sparse_attention.reference

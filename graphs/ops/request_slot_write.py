@@ -17,12 +17,7 @@ class RequestSlotWrite(NamedTuple):
 
 
 # It donates nothing: the pool is a few numbers a request, and copying it is cheaper than arranging not to.
-request_slot_write = Primitive("request_slot_write", RequestSlotWrite, factors="_ _, _, _ _ -> _ _")
-
-
-@request_slot_write.abstract
-def _abstract(args: RequestSlotWrite) -> Tensor:
-    return torch.empty_like(args.pool)
+request_slot_write = Primitive("request_slot_write", RequestSlotWrite, factors="_ _, _, _ _ -> _ _", like="pool")
 
 
 @request_slot_write.reference

@@ -39,7 +39,7 @@ class Rope(NamedTuple):
 
 rope_angles = Primitive("rope_angles", RopeAngles, factors="t -> t _, t _")
 scaled_rope_angles = Primitive("scaled_rope_angles", ScaledRopeAngles, factors="t -> t _, t _")
-rope = Primitive("rope", Rope, factors="t h _, t _, t _ -> t h _")
+rope = Primitive("rope", Rope, factors="t h _, t _, t _ -> t h _", like="x")
 
 
 def _angles_abstract(args: RopeAngles | ScaledRopeAngles) -> tuple[Tensor, Tensor]:
@@ -97,11 +97,6 @@ def _angles_cost(args: RopeAngles | ScaledRopeAngles) -> Cost:
 
 rope_angles.cost(_angles_cost)
 scaled_rope_angles.cost(_angles_cost)
-
-
-@rope.abstract
-def _rope_abstract(args: Rope) -> Tensor:
-    return torch.empty(args.x.shape, dtype=args.x.dtype, device=args.x.device)
 
 
 @rope.reference

@@ -18,15 +18,10 @@ class SegmentAttention(NamedTuple):
     scale: float  # multiplies the scores
 
 
-segment_attention = Primitive("segment_attention", SegmentAttention, factors="b _ h _, b _ h _, b _ h _, b -> b _ h _")
+segment_attention = Primitive("segment_attention", SegmentAttention, factors="b _ h _, b _ h _, b _ h _, b -> b _ h _", like="q")
 
 MOST_SCORES = 2**24
 """Scores that the reference holds at once: those of a layer over one picture of 4096 x 4096 would take 275 GB."""
-
-
-@segment_attention.abstract
-def _abstract(args: SegmentAttention) -> Tensor:
-    return torch.empty(args.q.shape, dtype=args.q.dtype, device=args.q.device)
 
 
 def _live(args: SegmentAttention) -> Tensor:

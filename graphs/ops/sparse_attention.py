@@ -24,12 +24,9 @@ class SparseAttention(NamedTuple):
     scale: float  # multiplies the scores
 
 
-sparse_attention = Primitive("sparse_attention", SparseAttention, factors="b _ h _, b _ h _, _ _ _ _, _ _ _ _, b _ _, b _, b, b -> b _ h _")
-
-
-@sparse_attention.abstract
-def _abstract(args: SparseAttention) -> Tensor:
-    return torch.empty(args.q.shape, dtype=args.q.dtype, device=args.q.device)
+sparse_attention = Primitive(
+    "sparse_attention", SparseAttention, like="q", factors="b _ h _, b _ h _, _ _ _ _, _ _ _ _, b _ _, b _, b, b -> b _ h _"
+)
 
 
 @sparse_attention.reference

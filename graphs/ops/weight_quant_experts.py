@@ -25,12 +25,7 @@ class ExpertsW4A16(NamedTuple):
     down_scale: Tensor  # [E, groups of F, M] f32
 
 
-grouped_experts_w4a16 = Primitive("grouped_experts_w4a16", ExpertsW4A16, factors="_ _, _, _ _ _, _ _ _, _ _ _, _ _ _ -> _ _")
-
-
-@grouped_experts_w4a16.abstract
-def _abstract(args: ExpertsW4A16) -> Tensor:
-    return torch.empty(args.rows.shape, dtype=args.rows.dtype, device=args.rows.device)
+grouped_experts_w4a16 = Primitive("grouped_experts_w4a16", ExpertsW4A16, factors="_ _, _, _ _ _, _ _ _, _ _ _, _ _ _ -> _ _", like="rows")
 
 
 def _floats(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
