@@ -1,4 +1,4 @@
-"""Graphs for NPUs whose bytes, legality, costs and census are pinned as digests, and what the table of reports makes of operators."""
+"""Graphs for NPUs whose bytes, legality and costs are pinned as digests, and what the table of reports makes of operators."""
 
 from __future__ import annotations
 
@@ -14,12 +14,8 @@ from typing import Any
 from support import ranks, tiny
 
 from npucompile.graphs.types import Bucket, Mesh
-from npucompile.lowering.ascend.acl_graph import inspect_acl
-from npucompile.lowering.ascend.acl_graph.file import decode as acl_decode
 from npucompile.lowering.ascend.cost.estimate import estimate
 from npucompile.lowering.ascend.cost.parameters import parameters
-from npucompile.lowering.ascend.ge_file import decode, parse
-from npucompile.lowering.ascend.launches import launches
 from npucompile.lowering.ascend.legality import check
 from npucompile.lowering.ascend.legality.assumptions import assumptions
 from npucompile.lowering.ascend.shipped import ENCODINGS
@@ -159,22 +155,11 @@ def texts(case: Case, home: Path) -> Iterator[tuple[str, dict[str, bytes]]]:
 
 def analyses(chosen: str, own: Platform, mesh: Mesh, data: bytes) -> dict[str, bytes]:
     """What is said of a graph, besides its bytes."""
-    speeds = parameters(own.chip)
-    if chosen == "ge":
-        ge_file = decode(data)
-        cost = estimate(ge_file, speeds, mesh, CONTEXT, own)
-        counts = ENCODINGS[chosen].census(ge_file)
-        started = [op.name for op in launches(parse(ge_file.graph).graph[0].op)]
-        legality = [_legality(check.examine(ge_file, platform), platform) for platform in platforms(own)]
-    else:
-        acl_file = acl_decode(data)
-        cost = estimate(acl_file, speeds, mesh, CONTEXT, own)
-        counts = ENCODINGS[chosen].census(acl_file)
-        started = [name for names in inspect_acl.launches_by_body(acl_file).values() for name in names]
-        legality = [_legality(check.examine(acl_file, platform), platform) for platform in platforms(own)]
+    made = ENCODINGS[chosen].decode(data)
+    cost = estimate(made, parameters(own.chip), mesh, CONTEXT, own)
+    legality = [_legality(check.examine(made, platform), platform) for platform in platforms(own)]
     return {
         "cost": _json({"as dict": cost.as_dict(), "all": repr(cost)}),
-        "census": _json({"operators": counts, "launches": started}),
         "legality": "\n".join(line for lines in legality for line in lines).encode(),
     }
 

@@ -1,4 +1,4 @@
-"""Bytes, legality, costs and census of graphs for NPUs are those that are stored: a change to any of them is meant, or is an error.
+"""Bytes, legality and costs of graphs for NPUs are those that are stored: a change to any of them is meant, or is an error.
 
 `--update-golden` rewrites tests/golden/npu_graphs.json; with `-m "long or not long"` all of it.
 """
