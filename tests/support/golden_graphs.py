@@ -1,4 +1,4 @@
-"""Graphs for NPUs whose bytes, legality and costs are pinned as digests, and what the table of reports makes of operators."""
+"""Graphs for NPUs whose bytes, legality and costs are pinned as digests."""
 
 from __future__ import annotations
 

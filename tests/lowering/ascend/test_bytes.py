@@ -12,13 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from support import encode_graphs, golden_emulation, golden_graphs
-from support.ge_threads import OPERATOR, file_of
+from support import encode_graphs, golden_graphs
 from support.golden_graphs import Case
-from support.legal_graph import violations
-
-from npucompile.lowering.ascend.legality.threads import threads
-from npucompile.lowering.platform import Platform
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "npu_graphs.json"
 CASES = [pytest.param(case, id=case.name, marks=() if case.quick else pytest.mark.long) for case in golden_graphs.cases()]
@@ -60,23 +55,3 @@ ENCODED = [pytest.param(case, id=case.name, marks=() if case.depth else pytest.m
 def test_graphs_of_towers_are_legal_and_the_stored_ones(case: encode_graphs.Case, home: Path, digests: Compare) -> None:
     parts = case.texts(home)
     digests(case.name, {what: golden_graphs.digest(data) for what, data in parts.items()})
-
-
-@pytest.mark.parametrize("chip", ["ascend910_93", "ascend910b"])
-def test_refusals_of_what_devices_refused_are_the_stored_ones(chip: str, digests: Compare) -> None:
-    texts = {}
-    for thread in threads():
-        if thread.given.inputs:
-            for platform in (Platform(chip, "8.3"), Platform(chip, "9.1", ("sgl-kernel-npu", "vllm-ascend"))):
-                refused = [str(violation) for violation in violations(file_of(thread), platform) if violation.operator == OPERATOR]
-                texts[f"{thread.id} {platform.cann}"] = golden_graphs.digest("\n".join(refused).encode())
-    digests(f"threads {chip}", texts)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("backend", golden_graphs.BACKENDS)
-@pytest.mark.parametrize("quantization", ["none", "w8a8", "w4a8"])
-def test_every_runner_computes_the_stored_tokens(backend: str, quantization: str, home: Path, digests: Compare) -> None:
-    runs = dict(golden_emulation.runs(backend, quantization, home))
-    tokens = {name: golden_emulation.digest(golden_emulation.integers(tensors)) for name, tensors in runs.items()}
-    digests(f"emulated {backend} {quantization}", tokens)
