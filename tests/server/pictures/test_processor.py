@@ -71,15 +71,15 @@ def values_of(rgb: torch.Tensor) -> tuple[torch.Tensor, tuple[int, int, int]]:
 
 
 PUBLISHED = json.loads(published_pictures.GOLDEN.read_text(encoding="utf-8"))
-SHARE = 25
-"""Cases of a test; the first are the vectors of sizes."""
 
 
 @pytest.mark.short_cases("0", "7", "14")
-@pytest.mark.parametrize("first", range(0, len(PUBLISHED), SHARE), ids=lambda first: str(first // SHARE))
-def test_values_are_those_of_the_published_processor(first: int) -> None:
-    assert len(PUBLISHED) == 500
-    for height, width, seed, mode, expected in PUBLISHED[first : first + SHARE]:
+@pytest.mark.parametrize("share", range(len(PUBLISHED)), ids=str)
+def test_values_are_those_of_the_published_processor(share: int) -> None:
+    """The first share has the vectors of sizes."""
+    assert sum(map(len, PUBLISHED)) == len(published_pictures.cases()) == 500
+    cases = published_pictures.cases()[published_pictures.SHARE * share :]
+    for (height, width, seed, mode), expected in zip(cases, PUBLISHED[share], strict=False):
         values, grid = values_of(decode(encoded(picture(height, width, seed, mode))))
         assert values.shape == (grid[1] * grid[2], 1536)
         assert digest(values, list(grid)) == expected, f"a picture of {height}x{width} in mode {mode}"
