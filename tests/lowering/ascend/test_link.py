@@ -328,11 +328,3 @@ def test_bodies_that_disagree_on_an_option_are_refused(ta, monkeypatch):
     with_options(monkeypatch, lambda name: {"ge.x": name})
     with pytest.raises(LoweringError, match=r"option ge.x is 'dense' for body dense and 'scatter' for an earlier one"):
         link(*chained("scatter", "dense"), ta)
-
-
-def test_sixty_layers(ta):
-    graph, signature = gb.two_kinds(60)
-    ge_file = link(graph, signature, ta)
-    assert (len(ge_file.bound), len(ge_file.donations)) == (90, 30)
-    assert len(census_by_body(ge_file.graph)) == 61
-    check(ge_file, signature)

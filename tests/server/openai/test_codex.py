@@ -8,11 +8,9 @@ import httpx
 import pytest
 from support.scripted import scripted
 from support.strict_template import STRICT, call
-from websockets.sync.client import connect
 
 from npucompile.server.chat.format import ChatFormat
 from npucompile.server.chat.template import ChatTemplate
-from npucompile.server.response.events import TERMINAL_TYPES
 
 PATCH = "*** Begin Patch\n*** Update File: a.py\n-x\n+y\n*** End Patch"
 ASKED = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Change x to y."}]}
@@ -102,26 +100,6 @@ def test_an_agent_works_to_the_end(url, lite):
     assert (patch["type"], patch["name"], patch["input"]) == ("custom_tool_call", "apply_patch", PATCH)
     assert (find["name"], find["namespace"], json.loads(find["arguments"])) == ("find", "mcp__notes__", {"q": "x"})
     assert message["content"][0]["text"] == "x is y."
-
-
-def test_an_agent_works_to_the_end_on_one_websocket(url):
-    """Each turn names the one before it and sends what is new; the first computes the prompt alone."""
-    history, previous, seen = [{"type": "additional_tools", "role": "developer", "tools": TOOLS}], None, []
-    with connect(f"{url.replace('http', 'ws')}/responses", proxy=None) as socket:
-        for generate, said in ((False, None), (True, "x = 1"), (True, "patched"), (True, "none"), (True, None)):
-            request = {**body(tools=[]), "input": [*history, ALLOWED, ASKED] if previous is None else history, "generate": generate}
-            socket.send(json.dumps({"type": "response.create", **request, "previous_response_id": previous}))
-            events = [json.loads(socket.recv(timeout=60))]
-            while events[-1]["type"] not in TERMINAL_TYPES:
-                events.append(json.loads(socket.recv(timeout=60)))
-                assert events[-1]["type"] != "error", events[-1]
-            assert events[-1]["type"] == "response.completed"
-            output_items, previous = events[-1]["response"]["output"], events[-1]["response"]["id"]
-            seen += output_items[-1:]
-            history = [] if said is None else [output(output_items[-1], said)]
-    assert [(item["type"], item.get("name")) for item in seen] == [
-        ("function_call", "exec_command"), ("custom_tool_call", "apply_patch"), ("function_call", "find"), ("message", None)]  # fmt: skip
-    assert seen[1]["input"] == PATCH
 
 
 @pytest.mark.parametrize(

@@ -58,23 +58,6 @@ def test_what_a_request_says_reaches_the_engine(client, served):
     assert served[1].requests[-1].sampling.top_k == 0
 
 
-@pytest.mark.parametrize(
-    "prompt",
-    ["ab", ["ab"], list(byte_codec().encode("ab")), [list(byte_codec().encode("ab"))]],
-    ids=["text", "texts", "ids", "lists of ids"],
-)
-def test_a_prompt_has_four_forms(client, prompt):
-    assert [choice.text for choice in client.completions.create(model="tiny", prompt=prompt).choices] == ["ab"]
-
-
-def test_each_chunk_has_the_usage_so_far_where_it_is_asked_for(client):
-    options = {"include_usage": True, "continuous_usage_stats": True}
-    *chunks, last = client.completions.create(model="tiny", prompt="abc", stream=True, stream_options=options)
-    told = [(chunk.usage.prompt_tokens, chunk.usage.completion_tokens, chunk.usage.total_tokens) for chunk in chunks]
-    assert told == [(3, tokens, 3 + tokens) for tokens in range(1, len(chunks) + 1)]
-    assert last.usage.completion_tokens == len(chunks) == 3
-
-
 @pytest.mark.parametrize("stream", [False, True])
 def test_several_prompts_have_several_choices_each(client, stream):
     prompts = ["one", "two, longer", "3"]

@@ -32,6 +32,10 @@ def read(**fields):
           "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {"a": "\ufffd"}}}]}),
         ({"role": "assistant", "tool_calls": [{"id": "1", "function": CALLED}]},
          {"role": "assistant", "content": "", "tool_calls": [{"id": "1", "type": "function", "function": CALLED}]}),
+        ({"role": "assistant", "refusal": "no"}, {"role": "assistant", "content": "no"}),
+        ({"role": "assistant", "tool_calls": [{"id": "1", "type": "custom", "custom": {"name": "patch", "input": "a"}}]},
+         {"role": "assistant", "content": "",
+          "tool_calls": [{"id": "1", "type": "function", "function": {"name": "patch", "arguments": {"input": "a"}}}]}),
     ],
 )  # fmt: skip
 def test_content_is_text_and_arguments_are_objects(fields, expected):
@@ -53,10 +57,13 @@ def test_what_is_wrong_is_named(fields, param):
     assert caught.value.param == param
 
 
-@pytest.mark.parametrize("nothing", ["", "null", None, {}])
-def test_a_call_may_have_no_arguments(nothing):
-    message = read(role="assistant", tool_calls=[{"function": CALLED | {"arguments": nothing}}])
-    assert message["tool_calls"][0]["function"]["arguments"] == {}
+NO_JSON = ['{"a": "b', "[" * 10**5, "[1]", "1"]
+
+
+@pytest.mark.parametrize(("given", "read_as"), [*((no, {}) for no in ("", "null", None, {})), *((text, text) for text in NO_JSON)])
+def test_a_call_may_have_no_arguments_and_those_that_are_no_json_are_text(given, read_as):
+    message = read(role="assistant", tool_calls=[{"function": CALLED | {"arguments": given}}])
+    assert message["tool_calls"][0]["function"]["arguments"] == read_as
 
 
 def test_hints_within_messages_change_nothing():
@@ -69,18 +76,3 @@ def test_hints_within_messages_change_nothing():
     seen = {"type": "image_url", "image_url": {"url": "data:,", "format": "image/png"}, "uuid": "x", **hints}
     filmed = {"type": "video_url", "video_url": {"url": "data:,", "format": "video/mp4"}, "uuid": "x", **hints}
     assert read(role="user", content=[seen, filmed], **hints)["content"] == [{"type": "image"}, {"type": "video"}]
-
-
-def test_a_refusal_is_what_the_assistant_said():
-    assert read(role="assistant", refusal="no")["content"] == "no"
-
-
-def test_a_call_of_a_custom_tool_is_one_of_its_function():
-    message = read(role="assistant", tool_calls=[{"id": "1", "type": "custom", "custom": {"name": "patch", "input": "a"}}])
-    assert message["tool_calls"][0] == {"id": "1", "type": "function", "function": {"name": "patch", "arguments": {"input": "a"}}}
-
-
-@pytest.mark.parametrize("text", ['{"a": "b', "[" * 10**5, "[1]", "1"])
-def test_arguments_that_are_no_json_are_text(text):
-    message = read(role="assistant", tool_calls=[{"function": CALLED | {"arguments": text}}])
-    assert message["tool_calls"][0]["function"]["arguments"] == text

@@ -4,9 +4,6 @@ The engine says its prompt, which the chat template makes of the whole conversat
 
 from __future__ import annotations
 
-import asyncio
-import json
-
 import openai
 import pytest
 from openai.types.responses import ResponseStreamEvent
@@ -15,7 +12,6 @@ from support.scripted import scripted
 
 from npucompile.server.chat.format import ChatFormat
 from npucompile.server.chat.template import ChatTemplate
-from npucompile.server.client import Client
 
 # openai-python was written for older versions of websockets, which had one way to connect.
 pytestmark = pytest.mark.filterwarnings("ignore:connect\\(\\) must be used as a context manager:DeprecationWarning")
@@ -112,32 +108,3 @@ def test_steering_is_refused_as_openai_refuses_it(client):
         failed = until(connection, "response.steer.failed")[-1]
         assert failed.error.code == "steering_not_supported"
         assert (failed.steer.previous_response_id, failed.steer.input) == (response_id, "be brief")
-
-
-def test_what_a_socket_started_another_resumes(served):
-    """Cut at any event, over real sockets; the second client is our own, in a lane of its own."""
-    client, engine, url = served
-
-    async def follow(response_id, after):
-        async with await Client.connect(url.replace("http", "ws") + "/responses") as socket:
-            return [event async for event in socket.resume(response_id, starting_after=after)]
-
-    for cut in (1, 4, 7):
-        with client.responses.connect() as connection:
-            body = {"type": "response.create", "model": "tiny", "input": user("abcdef…"), "resumable": True}
-            connection._connection.send(json.dumps(body))
-            seen = [json.loads(connection.recv_bytes()) for _ in range(cut)]
-        response_id = seen[0]["response"]["id"]
-        asyncio.run(asyncio.sleep(0.05))
-        assert response_id not in engine.cancelled
-
-        async def both(response_id=response_id, seen=seen):
-            following = asyncio.create_task(follow(response_id, seen[-1]["sequence_number"]))
-            await asyncio.sleep(0.1)
-            client.responses.cancel(response_id)
-            return seen + await following
-
-        events = asyncio.run(asyncio.wait_for(both(), 20))
-        assert [event["sequence_number"] for event in events] == list(range(len(events)))
-        assert "".join(event.get("delta", "") for event in events) == "abcdef"
-        assert events[-1]["type"] == "response.cancelled"
