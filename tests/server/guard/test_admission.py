@@ -60,13 +60,6 @@ def test_a_client_that_is_alone_has_all_places_and_is_told_that_the_server_is_fu
     assert refusal(admission, "router", tokens=11) == "too_many_tokens"
 
 
-def test_several_completions_come_in_together_or_not_at_all():
-    admission = Admission(places=10, per_client=10)
-    admission.enter("a", 4)
-    assert refusal(admission, "a", 8) == "too_many_requests"
-    assert admission.live == 4
-
-
 def test_a_client_among_others_has_an_equal_part():
     admission = Admission(places=12, per_client=12)
     admission.enter("b")

@@ -140,18 +140,13 @@ PNG = encoded(picture(64, 96, 1))
 @pytest.mark.parametrize(
     ("address", "code"),
     [
-        ("x", "invalid_image_url"),
         ("file:///etc/passwd", "invalid_image_url"),
         ("https://example.com/a.png", "invalid_image_url"),
         ("data:image/png,abc", "invalid_image_url"),
         ("data:image/png;base64", "invalid_image_url"),
         ("data:video/jpeg;base64,AAAA", "unsupported_image_media_type"),
-        ("data:text/html;base64,AAAA", "unsupported_image_media_type"),
         ("data:image/png;base64,", "empty_image_file"),
         ("data:image/png;base64,A", "invalid_base64_image"),
-        ("data:image/png;base64,AA AA", "invalid_base64_image"),
-        ("data:image/png;base64,AAAA====", "invalid_base64_image"),
-        ("data:image/png;base64,ÄÄÄÄ", "invalid_base64_image"),
         (data_url(b"<svg xmlns='http://www.w3.org/2000/svg'/>", "svg+xml"), "unsupported_image_media_type"),
         (data_url(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n"), "unsupported_image_media_type"),
         (data_url(b"8BPS\0\1" + bytes(60)), "unsupported_image_media_type"),

@@ -97,12 +97,6 @@ def test_instructions_that_say_nothing_are_none():
     assert create(input=[{"role": "user", "content": "ab"}], instructions="").prompt.messages() == [{"role": "user", "content": "ab"}]
 
 
-def test_a_turn_may_hold_an_output_item_of_the_turn_before():
-    part = {"type": "output_text", "text": "b", "annotations": [], "logprobs": []}
-    item = {"id": "msg_1", "type": "message", "role": "assistant", "status": "completed", "content": [part]}
-    assert create(input=[{"role": "user", "content": "a"}, item]).prompt.items[1] == ChatMessage("assistant", "b")
-
-
 @pytest.mark.parametrize(
     ("body", "chars"),
     [({"input": "abc"}, 3), ({"input_token_ids": [1, 2]}, 0), ({"input": [{"role": "user", "content": "ab"}] * 2}, 4)],
@@ -115,19 +109,9 @@ TOOL = {"type": "function", "name": "f", "description": "does", "parameters": {"
 CHAT_TOOL = {"type": "function", "function": {name: value for name, value in TOOL.items() if name != "type"}}
 
 
-@pytest.mark.parametrize(
-    ("fields", "use"),
-    [
-        ({"tools": [TOOL]}, ToolUse((CHAT_TOOL,))),
-        ({"tools": [{**TOOL, "strict": None, "description": None, "parameters": None}]}, ToolUse((
-            {"type": "function", "function": {"name": "f"}},))),
-        ({"tools": [TOOL], "tool_choice": "required", "parallel_tool_calls": False}, ToolUse((CHAT_TOOL,), "required", None, False)),
-        ({"tools": [TOOL], "tool_choice": {"type": "function", "name": "f"}}, ToolUse((CHAT_TOOL,), "required", "f")),
-        ({"tools": [TOOL], "tool_choice": "none"}, ToolUse((CHAT_TOOL,), "none")),
-    ],
-)  # fmt: skip
-def test_tools_get_the_form_that_templates_know(fields, use):
-    assert create(input="a", **fields).use == use
+def test_tools_get_the_form_that_templates_know():
+    use = create(input="a", tools=[TOOL], tool_choice="required", parallel_tool_calls=False).use
+    assert use == ToolUse((CHAT_TOOL,), "required", None, False)
 
 
 def test_what_says_nothing_is_accepted():
@@ -136,24 +120,6 @@ def test_what_says_nothing_is_accepted():
     assert create(input="a", reasoning={"effort": None, "summary": "auto"}).fields.reasoning.effort is None
     assert create(input="a", reasoning={"effort": "low", "summary": "concise"}).fields.reasoning.effort == "low"
     assert create(input="a", include=[*get_args(ResponseIncludable)], client_metadata={"session": "x"}).logprobs == 0
-
-
-def test_what_no_prompt_can_have_is_left_out_and_the_rest_works():
-    search, shell = {"type": "web_search"}, {"type": "local_shell_call", "id": "x", "call_id": "c", "action": {}, "status": "completed"}
-    added = {"type": "additional_tools", "role": "developer", "tools": [{**TOOL, "name": "g"}, {"type": "mcp", "server_label": "m"}]}
-    secret = {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": "gAAA"}
-    body = create(input=[{"role": "user", "content": "a"}, shell, secret, added], tools=[search, TOOL])
-    assert [part.param for part in body.left_out] == ["tools[0]", "input[3].tools[1]", "input[1]", "input[2]"]
-    assert [tool["function"]["name"] for tool in body.use.tools] == ["f", "g"]
-    assert [message["content"] for message in body.prompt.messages()] == ["a"]
-    # Tools that a conversation was given stay in it.
-    assert [tool["function"]["name"] for tool in create(input="b", previous_response_id="r").after(body.items).use.tools] == ["g"]
-
-
-def test_tools_are_allowed_one_by_one():
-    allowed = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "f"}]}
-    use = create(input="a", tools=[TOOL, {**TOOL, "name": "g"}], tool_choice=allowed).use
-    assert (use.choice, [tool["function"]["name"] for tool in use.offered]) == ("required", ["f"])
 
 
 # --- refused: fields, code, param, and what the text must name where no other test pins it ---

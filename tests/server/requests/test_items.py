@@ -112,13 +112,6 @@ def test_half_a_surrogate_pair_in_arguments_goes_on_as_the_character_for_what_is
     assert message["tool_calls"][0]["function"]["arguments"] == {"a\ufffd": ["\ufffd", "🙂é"]}
 
 
-def test_calls_of_custom_tools_and_of_namespaces_are_those_of_the_functions_in_the_prompt():
-    (custom, output), (call,) = (template_messages(read_items(items)) for items in ([CUSTOM, CUSTOM_OUTPUT], [SPACED]))
-    assert custom["tool_calls"][0]["function"] == {"name": "patch", "arguments": {"input": 'a"\n'}}
-    assert output == {"role": "tool", "tool_call_id": "c2", "name": "patch", "content": "done"}
-    assert call["tool_calls"][0]["function"]["name"] == "mcp__notes__f"
-
-
 def test_items_bring_no_more_tools_than_a_request_may_have():
     with pytest.raises(FieldError, match="bring 2048 tools; legal are at most 1024") as caught:
         read_items([{"type": "additional_tools", "tools": [{"type": "function", "name": "f"}] * 512}] * 4)

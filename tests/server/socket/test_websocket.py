@@ -26,17 +26,6 @@ from npucompile.server.text.tokenizer import TextTokenizer
 MODEL = ServedModel("tiny", max_model_len=3 * INLINE_PROMPT_CHARS, vocab_size=256)
 
 
-class Engine(ManualEngine):
-    """Has room for a number of requests."""
-
-    room = 1000
-
-    def submit(self, request, sink):
-        if len(self.requests) == self.room:
-            raise RequestError(f"{self.room} requests are all there is room for", code="overloaded")
-        super().submit(request, sink)
-
-
 class Peer:
     """The other end of a socket: frames go in by `send`, what the server sends comes out by `receive`."""
 
@@ -99,7 +88,7 @@ class Peer:
 def scenario(play, *offered, engine=None, codec=None, **limits):
     """Runs `play(peer, engine)` with the connection open; the peer leaves at the end."""
 
-    engine = engine or Engine()
+    engine = engine or ManualEngine()
 
     async def run():
         app = create_app(Service(engine, codec or byte_codec(), MODEL), SocketLimits(**limits))
@@ -148,35 +137,6 @@ def test_cancel_goes_to_every_completion_that_has_not_ended():
     scenario(play)
 
 
-def test_one_completion_refused_is_the_response_refused_and_none_runs():
-    async def play(peer, engine):
-        engine.room = 2
-        peer.send(type="response.create", input="x", stream_id="a", n=4)
-        refused = await peer.receive()
-        assert (refused["status"], refused["error"]["code"], refused["stream_id"]) == (400, "overloaded", "a")
-        ids = list(engine.requests)
-        assert engine.cancelled == ids
-        for request_id in ids:
-            engine.emit(request_id, "x")
-            engine.finish(request_id, "cancelled", 1)
-        engine.room = 1000
-        # Nothing of them reached the client, and the stream is free.
-        peer.send(type="response.create", input="x", stream_id="a")
-        assert (await peer.receive())["type"] == "response.created"
-
-    scenario(play)
-    engine = Engine()
-    engine.room = 2
-
-    async def create_and_leave(peer, engine):
-        peer.send(type="response.create", input="x", stream_id="a", n=4)
-        assert (await peer.receive())["type"] == "error"
-
-    scenario(create_and_leave, engine=engine)
-    # Leaving does not cancel them again.
-    assert len(engine.cancelled) == 2
-
-
 def test_a_fault_of_the_server_is_logged_and_told_and_survived(caplog):
     async def play(peer, engine):
         engine.refusal = KeyError("a secret")
@@ -213,7 +173,7 @@ def test_a_response_that_ended_is_freed():
 
 
 def test_a_transport_that_closed_itself_ends_the_socket():
-    engine = Engine()
+    engine = ManualEngine()
 
     async def run():
         peer = Peer(create_app(Service(engine, byte_codec(), MODEL)))
@@ -228,7 +188,7 @@ def test_a_transport_that_closed_itself_ends_the_socket():
 
 
 def served(engine=None, **limits):
-    engine = engine or Engine()
+    engine = engine or ManualEngine()
     return engine, Peer(create_app(Service(engine, byte_codec(), MODEL), SocketLimits(**limits)))
 
 
@@ -392,7 +352,7 @@ def test_an_exception_in_one_response_ends_that_one_alone(caplog):
 
 def test_what_is_said_while_the_server_ends():
     async def run():
-        engine = Engine()
+        engine = ManualEngine()
         lifecycle = Lifecycle()
         app = create_app(lifecycle)
         early = Peer(app)
@@ -423,7 +383,7 @@ def test_a_long_prompt_does_not_stop_the_loop():
     codec, model = TextTokenizer(trained_tokenizer()), ServedModel("tiny", max_model_len=10**9, vocab_size=400)
 
     async def run():
-        engine = Engine()
+        engine = ManualEngine()
         peer = Peer(create_app(Service(engine, codec, model), SocketLimits(max_frame_bytes=10**7)))
         await peer.message()
         gaps, last = [0.0], time.perf_counter()
