@@ -267,26 +267,6 @@ def test_results_unpacked_twice_are_all_led_to_the_pool() -> None:
     same(donated(lowered), functional(partitioned))
 
 
-def test_what_an_in_place_variant_returns_goes_to_its_readers() -> None:
-    def forward(p: Tree, s: Tree, i: Tree) -> tuple[Tree, Tree]:
-        y, pool = ops.causal_conv(
-            i["x"], p["w"], s["pool"], i["slots"], i["slots"][:, None], i["num_computed_tokens"], i["num_computed_tokens"], F32
-        )
-        return {"y": y * 2}, {"pool": pool}
-
-    params, state = {"w": Aval((5, 3), F32)}, {"pool": Aval((4, 2, 5), F32)}
-    rows = {"x": Aval((2, 4, 5), F32), "slots": Aval((2,), I32), "num_computed_tokens": Aval((2,), I32)}
-    partitioned = optimise(partition(trace(Program("conv", Bucket("decode", 2, 4), forward, params, state, rows)), Mesh(), Rules()))
-    lowered = lower_eager(partitioned)
-    assert calls(lowered) == ["aten.unsqueeze", "npuc.causal_conv_", "aten.mul.Tensor"]
-    w, pool, x = (torch.randn(leaf.aval.shape, generator=torch.Generator().manual_seed(0)) for leaf in partitioned.signature.operands[:3])
-    slots = [torch.tensor([1, 3], dtype=I32), torch.tensor([2, 4], dtype=I32)]
-    want_y, want_pool = partitioned.graph(w, pool, x, *slots)
-    (y,) = EagerExecutable(lowered.graph)([w, pool, x, *slots])
-    assert torch.equal(y, want_y)
-    assert torch.equal(pool, want_pool)
-
-
 def test_a_pool_that_its_writer_also_reads_elsewhere_is_not_written_in_place() -> None:
     def forward(p: Tree, s: Tree, i: Tree) -> tuple[Tree, Tree]:
         y, pool = ops.causal_conv(s["pool"], p["w"], s["pool"], i["slots"], i["slots"][:, None], i["slots"], i["slots"], F32)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -120,6 +121,103 @@ def test_a_field_that_other_engines_read_is_refused_by_name(name, change):
     values = oracle.CASES[name] | ({"num_experts": 5} if name == "plain-moe" else {})
     with pytest.raises(ConfigError, match=str(next(iter(change)) if NESTED not in change else "short_factor")):
         registry.from_config("x", values | change)
+
+
+WIDTHS = ("moe_intermediate_size", "shared_expert_intermediate_size")
+MALFORMED = [
+    # deepseek_v3
+    ("latent", {"kv_lora_rank": None}, "kv_lora_rank is missing"),
+    ("latent", {"scoring_func": "softmax"}, "scoring_func is 'softmax'; supported is 'sigmoid'"),
+    ("latent", {"topk_method": "greedy"}, "topk_method is 'greedy'; supported is 'noaux_tc'"),
+    ("latent", {"attention_bias": True}, "attention_bias is True; supported is False"),
+    ("latent", {"moe_layer_freq": 2}, "moe_layer_freq is 2; supported is 1"),
+    ("latent", {"qk_rope_head_dim": 5}, "head_dim * partial_rotary_factor is 5"),
+    ("latent", {"n_group": 3}, "n_routed_experts must be a multiple of n_group"),
+    ("latent", {"n_group": 8}, "a group must have two experts at least"),
+    ("latent", {"topk_group": 5}, "topk_group must not exceed n_group"),
+    ("latent", {"num_experts_per_tok": 5}, "num_experts_per_tok must not exceed the experts of topk_group groups"),
+    ("latent", {"norm_topk_prob": None}, "norm_topk_prob is missing"),
+    ("latent", {"num_nextn_predict_layers": 2}, "num_nextn_predict_layers must be 0 or 1"),
+    ("latent", {"first_k_dense_replace": 1, "intermediate_size": None}, "intermediate_size is missing"),
+    # deepseek_v32
+    ("sparse", {"index_topk": None}, "index_topk is missing"),
+    ("sparse", {"index_n_heads": 0}, "index_n_heads is 0; expected at least 1"),
+    ("sparse", {"index_head_dim": 4}, "index_head_dim must be even, and hold a rotary part"),
+    ("sparse", {"q_lora_rank": None}, "q_lora_rank: the indexer reads compressed queries"),
+    ("sparse", {"indexer_rope_interleave": True}, "indexer_rope_interleave is True; supported is False"),
+    # glm4_moe
+    ("biased", {"num_key_value_heads": 3}, "num_attention_heads must be a multiple of num_key_value_heads"),
+    (
+        "biased",
+        {"head_dim": 9, "partial_rotary_factor": None, "rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.9}},
+        "head_dim",
+    ),
+    ("biased", {"attention_bias": 1}, "attention_bias is 1; expected bool"),
+    ("biased", {"scoring_func": "softmax"}, "scoring_func is 'softmax'; supported is 'sigmoid'"),
+    ("biased", {"num_nextn_predict_layers": 2}, "num_nextn_predict_layers must be 0 or 1"),
+    ("biased", {"sliding_window": 128}, "sliding_window is 128, and nothing here reads it"),
+    ("biased", {"num_key_value_heads": None}, "num_key_value_heads is missing"),
+    # glm_moe_dsa
+    ("pairs", {"indexer_rope_interleave": 1}, "indexer_rope_interleave is 1; expected bool"),
+    ("pairs", {"moe_router_dtype": "bfloat16"}, "moe_router_dtype is 'bfloat16'; supported is 'float32'"),
+    ("pairs", {"num_experts": 11}, "num_experts is 11; supported is 10"),
+    ("pairs", {"indexer_types": ["shared", "full", "full"]}, "the first layer must have an indexer"),
+    ("pairs", {"indexer_types": ["full", "half", "full"]}, "indexer_types is ['full', 'half', 'full']; expected 3 of 'full' and 'shared'"),
+    ("pairs", {"index_topk_pattern": "FXF"}, "index_topk_pattern is ['full', 'X', 'full']; expected 3 of 'full' and 'shared'"),
+    ("pairs", {"index_topk_freq": 0}, "index_topk_freq is 0; expected at least 1"),
+    ("pairs", {"index_kpool": 4}, "index_kpool is 4, and nothing here reads it"),
+    # qwen3
+    ("plain", {"head_dim": None}, "head_dim is missing"),
+    ("plain", {"head_dim": 15}, "head_dim * partial_rotary_factor is 15"),
+    ("plain", {"num_key_value_heads": 2}, "num_attention_heads must be a multiple of num_key_value_heads"),
+    ("plain", {"intermediate_size": None}, "intermediate_size is missing"),
+    ("plain", {"use_sliding_window": True}, "use_sliding_window is True; supported is False"),
+    ("plain", {"attention_bias": True}, "attention_bias is True; supported is False"),
+    ("plain-moe", {"norm_topk_prob": None}, "norm_topk_prob is missing"),
+    ("plain-moe", {"num_experts_per_tok": 6}, "num_experts_per_tok must not exceed num_experts"),
+    ("plain-moe", {"mlp_only_layers": [True]}, "mlp_only_layers is [True]; expected a list of layers"),
+    ("plain-moe", {"mlp_only_layers": [0], "intermediate_size": None}, "intermediate_size is missing"),
+    # qwen3_5
+    ("dense", {"head_dim": None}, "head_dim is missing"),
+    ("dense", {"head_dim": "16"}, "head_dim is '16'; expected int"),
+    ("dense", {"hidden_size": 0}, "hidden_size is 0; expected at least 1"),
+    ("dense", {"hidden_size": True}, "hidden_size is True; expected int"),
+    ("dense", {"vocab_size": 10**400}, "vocab_size is 1000"),
+    ("dense", {"rms_norm_eps": math.nan}, "rms_norm_eps is nan"),
+    ("dense", {"rms_norm_eps": "tiny"}, "rms_norm_eps is 'tiny'; expected float"),
+    ("dense", {"num_key_value_heads": 2}, "num_attention_heads must be a multiple of num_key_value_heads"),
+    ("dense", {"linear_num_key_heads": 3}, "linear_num_value_heads"),
+    ("dense", {"layer_types": ["full_attention"]}, "expected 4 of 'full_attention' and 'linear_attention'"),
+    ("dense", {"layer_types": [{}, {}, {}, {}]}, "layer_types is"),
+    ("dense", {"layer_types": ["mamba"] * 4}, "layer_types is"),
+    ("dense", {"num_hidden_layers": 10**9, "layer_types": None}, "num_hidden_layers is 1000000000; expected at most 1024"),
+    ("dense", {"hidden_act": "gelu"}, "hidden_act is 'gelu'; supported is 'silu'"),
+    ("dense", {"attention_bias": True}, "attention_bias is True; supported is False"),
+    ("dense", {"attn_output_gate": False}, "attn_output_gate is False; supported is True"),
+    ("dense", {"output_gate_type": "tanh"}, "output_gate_type is 'tanh'; supported is 'swish' or 'silu'"),
+    ("dense", {"mtp_use_dedicated_embeddings": True}, "mtp_use_dedicated_embeddings is True; supported is False"),
+    ("dense", {"mtp_num_hidden_layers": 2}, "multi-token-prediction layers must be 0 or 1"),
+    ("dense", {"rope_parameters": []}, "rope_parameters is []; expected an object"),
+    ("dense", {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "rope_parameters: rope_type is 'longrope'"),
+    ("dense", {"rope_parameters": {"rope_type": "default"}}, "rope_theta is missing"),
+    ("dense", {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "head_dim * partial_rotary_factor"),
+    ("dense", {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": math.inf}}, "partial_rotary_factor is inf"),
+    ("dense", {"rope_scaling": {"type": "dynamic", "factor": 4}}, "rope_scaling: type is 'dynamic'"),
+    ("dense", {"rope_scaling": {"type": "mrope", "mrope_section": [1, 1]}}, "mrope_section is [1, 1]; expected 3 numbers"),
+    ("dense", {"num_experts": 4}, "num_experts_per_tok is missing"),
+    (
+        "dense",
+        {"num_experts": 4, "num_experts_per_tok": 5, "moe_intermediate_size": 8, "shared_expert_intermediate_size": 8},
+        "must not exceed",
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "change", "named"), MALFORMED)
+def test_a_malformed_configuration_is_refused_by_field(name, change, named):
+    with pytest.raises(ConfigError) as error:
+        registry.from_config("x", oracle.CASES[name] | change)
+    assert named in str(error.value)
 
 
 def test_a_field_of_the_file_that_the_wrapped_text_model_contradicts_is_refused():

@@ -13,7 +13,7 @@ from support import ranks
 from support.machines import machines
 
 from npucompile.runtime.distributed import peer
-from npucompile.runtime.distributed.messages import FrameDecoder, encode
+from npucompile.runtime.distributed.messages import encode
 from npucompile.runtime.distributed.peer import Peer
 
 WAIT_S = 20
@@ -103,15 +103,6 @@ def test_a_peer_that_is_silent_is_reported_and_heartbeats_are_not_silence():
     assert end.lost.get(timeout=WAIT_S).startswith("it has been silent for")
     end.peer.close()
     heartbeats.peer.close()
-
-
-def test_it_sends_heartbeats_by_itself():
-    near, far = ranks.connected()
-    end = Ends(near, heartbeat_s=0.02)
-    with far:
-        far.settimeout(WAIT_S)
-        assert FrameDecoder().feed(far.recv(1000))[0] == ("heartbeat", {})
-    end.peer.close()
 
 
 def test_a_peer_that_reads_nothing_is_reported():
