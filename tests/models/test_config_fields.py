@@ -123,7 +123,6 @@ def test_a_field_that_other_engines_read_is_refused_by_name(name, change):
         registry.from_config("x", values | change)
 
 
-WIDTHS = ("moe_intermediate_size", "shared_expert_intermediate_size")
 MALFORMED = [
     # deepseek_v3
     ("latent", {"kv_lora_rank": None}, "kv_lora_rank is missing"),
@@ -147,11 +146,7 @@ MALFORMED = [
     ("sparse", {"indexer_rope_interleave": True}, "indexer_rope_interleave is True; supported is False"),
     # glm4_moe
     ("biased", {"num_key_value_heads": 3}, "num_attention_heads must be a multiple of num_key_value_heads"),
-    (
-        "biased",
-        {"head_dim": 9, "partial_rotary_factor": None, "rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.9}},
-        "head_dim",
-    ),
+    ("biased", {"head_dim": 9, "partial_rotary_factor": None, NESTED: {"rope_theta": 1e4, "partial_rotary_factor": 0.9}}, "head_dim"),
     ("biased", {"attention_bias": 1}, "attention_bias is 1; expected bool"),
     ("biased", {"scoring_func": "softmax"}, "scoring_func is 'softmax'; supported is 'sigmoid'"),
     ("biased", {"num_nextn_predict_layers": 2}, "num_nextn_predict_layers must be 0 or 1"),
@@ -177,6 +172,13 @@ MALFORMED = [
     ("plain-moe", {"num_experts_per_tok": 6}, "num_experts_per_tok must not exceed num_experts"),
     ("plain-moe", {"mlp_only_layers": [True]}, "mlp_only_layers is [True]; expected a list of layers"),
     ("plain-moe", {"mlp_only_layers": [0], "intermediate_size": None}, "intermediate_size is missing"),
+    # qwen3_next
+    ("next", {"norm_topk_prob": None}, "norm_topk_prob is missing"),
+    ("next", {"mlp_only_layers": [0], "intermediate_size": None}, "intermediate_size is missing"),
+    ("next", {"mlp_only_layers": "all"}, "mlp_only_layers is 'all'; expected a list of layers"),
+    ("next", {"decoder_sparse_step": 0}, "decoder_sparse_step is 0; expected at least 1"),
+    ("next", {"num_nextn_predict_layers": 2}, "multi-token-prediction layers must be 0 or 1"),
+    ("next", {"attention_bias": True}, "attention_bias is True; supported is False"),
     # qwen3_5
     ("dense", {"head_dim": None}, "head_dim is missing"),
     ("dense", {"head_dim": "16"}, "head_dim is '16'; expected int"),
