@@ -252,12 +252,6 @@ def test_the_last_token_is_always_computed():
     assert [tree.find("", range(1, count + 1)).depth for count in range(1, 7)] == [0, 0, 1, 1, 2, 2]
 
 
-def test_a_page_that_a_draft_head_wrote_holds_for_the_token_after_it_alone():
-    tree = index(drafts=True)
-    filled(tree, "a", 1, 2, 3)
-    assert (tree.find("", (1, 2, 3, 9)).depth, tree.find("", (1, 2, 9, 9)).depth) == (1, 0)
-
-
 def test_a_salt_is_no_token():
     tree = index()
     filled(tree, "a", 1, 2, salt="\x01\0\0\0")

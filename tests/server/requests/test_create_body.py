@@ -122,6 +122,12 @@ def test_what_says_nothing_is_accepted():
     assert create(input="a", include=[*get_args(ResponseIncludable)], client_metadata={"session": "x"}).logprobs == 0
 
 
+def test_tools_are_allowed_one_by_one():
+    allowed = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "f"}]}
+    use = create(input="a", tools=[TOOL, {**TOOL, "name": "g"}], tool_choice=allowed).use
+    assert (use.choice, [tool["function"]["name"] for tool in use.offered]) == ("required", ["f"])
+
+
 # --- refused: fields, code, param, and what the text must name where no other test pins it ---
 
 IDS = {"input": None, "input_token_ids": [1]}

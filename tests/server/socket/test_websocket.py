@@ -85,10 +85,9 @@ class Peer:
         return [self._outbox.get_nowait() for _ in range(self._outbox.qsize())]
 
 
-def scenario(play, *offered, engine=None, codec=None, **limits):
+def scenario(play, *offered, codec=None, **limits):
     """Runs `play(peer, engine)` with the connection open; the peer leaves at the end."""
-
-    engine = engine or ManualEngine()
+    engine = ManualEngine()
 
     async def run():
         app = create_app(Service(engine, codec or byte_codec(), MODEL), SocketLimits(**limits))
