@@ -148,6 +148,14 @@ def own_artifact(tiny_artifact: Path, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
+def threads() -> Iterator[None]:
+    """Restores torch's thread count, which ranks divide among themselves."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
 def face_home(monkeypatch: pytest.MonkeyPatch) -> Path:
     """$NPUCOMPILE_HOME of functions that are compiled; its cache of kernels and stub libraries is kept for later runs."""
     home = Path(tempfile.gettempdir()) / f"npuc-face-{os.getuid()}"

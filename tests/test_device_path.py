@@ -35,11 +35,7 @@ def checkpoints(tmp_path_factory) -> dict[str, Path]:
     return served.checkpoints(tmp_path_factory.mktemp("checkpoints"))
 
 
-@pytest.fixture(autouse=True)
-def threads():
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("threads")
 
 
 @pytest.mark.parametrize(("model", "mesh", "scheme"), CASES)

@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-import torch
 from support import optional, served, tiny
 from support.device_families import CASES, checkpoints, planned
 from support.handovers import Server, hand_over
@@ -20,12 +19,7 @@ from npucompile.tools.ranks.offline import OfflineCompletion, complete
 PROMPTS = [[1, 2, 3], list(range(100, 190)), [7] * 5]
 TOKENS = 8
 
-
-@pytest.fixture(autouse=True)
-def threads():
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("threads")
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -6,7 +6,7 @@ The oracle is the same quantised checkpoint on one device, eager, in one pass an
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -63,12 +63,7 @@ CASES = {
     "two groups of two": Case("dp=2,tp=2", "w4a8", "ge"),
 }
 
-
-@pytest.fixture(autouse=True)
-def threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("threads")
 
 
 def checkpoint(home: Path, scheme: str) -> Path:

@@ -36,13 +36,7 @@ PROMPTS = [[1, 2, 3], [9] * 11, list(range(20)), [0], [255]]
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "node0", "MASTER_PORT": "29500"}
 WAIT_S = 60
 
-
-@pytest.fixture(autouse=True)
-def threads():
-    """Restores the thread count, which ranks divide among themselves."""
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("threads")
 
 
 def test_another_number_of_ranks_than_the_mesh_has_is_refused(sharded):

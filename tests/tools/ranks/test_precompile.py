@@ -7,7 +7,6 @@ from contextlib import ExitStack
 from dataclasses import replace
 
 import pytest
-import torch
 from support import ranks, tiny
 
 from npucompile.graphs.errors import LoweringError, SpecError
@@ -21,12 +20,7 @@ from npucompile.tools.ranks.executors import load_executor
 from npucompile.tools.ranks.precompile import choose_devices, precompile
 from npucompile.tools.ranks.rank_settings import RankSettings
 
-
-@pytest.fixture(autouse=True)
-def threads():
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("threads")
 
 
 @pytest.mark.parametrize("mesh", ["", "tp=2"])
