@@ -44,6 +44,7 @@ from npucompile.tools.builder import driver, pool, stages, targets
 from npucompile.tools.builder.describe import describe
 from npucompile.tools.builder.plan import Options, Plan, plan
 from npucompile.tools.cli import main
+from npucompile.tools.commands import build
 from npucompile.tools.notation import PrefillSize
 from npucompile.tools.progress import Progress
 
@@ -145,6 +146,19 @@ def built(new_plan: Plan, out: Path, *, fresh: bool = False, progress: Progress 
             return driver.build(new_plan, out, out.parent / "cache", progress, jobs=1)
     finally:
         torch.set_num_threads(threads)
+
+
+def options_of(arguments: Sequence[str]) -> Options:
+    """What `npucompile build ARGUMENTS` asks for."""
+    params = build.command.make_context("build", list(arguments)).params
+    return Options(**{name: params[name] for name in Options.__dataclass_fields__})
+
+
+def without_graphs(planned: Plan, out: Path) -> Artifact:
+    """The artifact of a plan before anything is staged."""
+    with ArtifactWriter(out) as writer:
+        writer.publish(describe(planned, writer, QUIET))
+    return Artifact.open(out)
 
 
 def described(new_plan: Plan) -> Manifest:

@@ -12,11 +12,10 @@ from support import eagle, oracle, tiny
 
 from npucompile.graphs import tree
 from npucompile.graphs.errors import CheckpointError, PartitionError, SpecError
-from npucompile.lowering.artifact.artifact import Artifact, ArtifactWriter
+from npucompile.lowering.artifact.artifact import Artifact
 from npucompile.models import checkpoint, draft_source
 from npucompile.models.draft_model import PREFIX
 from npucompile.tools.artifact_model import full_model
-from npucompile.tools.builder.describe import describe
 from npucompile.tools.builder.plan import Options, plan
 from npucompile.tools.prove.small_model import shrink
 from npucompile.tools.ranks.weights import check_checkpoint, rank_params
@@ -99,9 +98,7 @@ def test_every_rank_gets_its_slices_of_both(checkpoints, tmp_path, weights):
     model, draft = checkpoints
     options = {"mesh": "tp=2", "draft_model": str(draft), "weights": "stored" if weights == "stored" else "bound"}
     planned = tiny.planned_device(model, **options)
-    with ArtifactWriter(tmp_path / "out") as writer:
-        writer.publish(describe(planned, writer, tiny.QUIET))
-    artifact = Artifact.open(tmp_path / "out")
+    artifact = tiny.without_graphs(planned, tmp_path / "out")
     given = shutil.copytree(model, tmp_path / "copy") if weights == "given" else None
     check_checkpoint(artifact, given)
     both = draft_source.open_both(model, planned.source.draft)
@@ -118,9 +115,7 @@ def test_another_head_than_the_one_it_was_built_with_is_refused(checkpoints, tmp
     model, draft = checkpoints
     moved = shutil.copytree(draft, tmp_path / "head")
     planned = tiny.planned_device(model, mesh="tp=2", draft_model=str(moved), weights="bound")
-    with ArtifactWriter(tmp_path / "out") as writer:
-        writer.publish(describe(planned, writer, tiny.QUIET))
-    artifact = Artifact.open(tmp_path / "out")
+    artifact = tiny.without_graphs(planned, tmp_path / "out")
     check_checkpoint(artifact, None)
     tensors = load_file(moved / "model.safetensors")
     save_file({**tensors, "norm.weight": tensors["norm.weight"] * 2}, moved / "model.safetensors")

@@ -6,8 +6,6 @@ import json
 
 from support import tiny
 
-from npucompile.lowering.artifact.artifact import ArtifactWriter
-from npucompile.tools.builder.describe import describe
 from npucompile.tools.builder.explanation import explanation
 from npucompile.tools.builder.plan import Options, plan
 from npucompile.tools.commands.explain import differs, lines
@@ -30,8 +28,7 @@ def test_an_artifact_is_explained_in_sentences_and_json(tmp_path, tiny_checkpoin
 
 def test_a_build_for_a_deployment_says_where_it_differs(tmp_path):
     chosen = plan(Options("qwen3-next-80b-a3b", deployment="qwen3-next-a3x2-mix-3.5k-1.5k-50ms", backend="null"))
-    with ArtifactWriter(tmp_path / "out") as writer:
-        manifest = describe(chosen, writer, tiny.QUIET)
+    manifest = tiny.described(chosen)
     text = " ".join("\n".join(lines(tmp_path, manifest, explanation(manifest), differs(manifest))).split())
     assert "The published deployment qwen3-next-a3x2-mix-3.5k-1.5k-50ms says so." in text
     assert "Not as the deployment says: recurrent states are bfloat16, published float32" in text

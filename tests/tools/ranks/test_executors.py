@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from support import documents, tiny
 
 from npucompile.graphs.errors import ArtifactError, CheckpointError, LoweringError, SpecError
-from npucompile.lowering.artifact.artifact import Artifact, ArtifactWriter
+from npucompile.lowering.artifact.artifact import Artifact
 from npucompile.lowering.ascend import hccl, npu
 from npucompile.lowering.ascend.device import GeExecutable
 from npucompile.lowering.ascend.ge_file import decode, patched
@@ -25,7 +25,6 @@ from npucompile.runtime.device_executor import DeviceExecutor
 from npucompile.runtime.distributed.process_groups import gloo
 from npucompile.runtime.request import Sampling
 from npucompile.tools.builder import plan as planning
-from npucompile.tools.builder.describe import describe
 from npucompile.tools.notation import PrefillSize
 from npucompile.tools.progress import Progress
 from npucompile.tools.ranks import executors as module
@@ -37,21 +36,10 @@ NO_CANN = "running on an NPU needs CANN, and this machine has none; install it a
 AUTO = RankSettings(device="auto")
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return tiny.write_checkpoint(tmp_path_factory.mktemp("model") / "npu", **tiny.NPU_SIZES)
-
-
 @pytest.fixture
 def described(tmp_path):
     """An artifact of a plan, without graphs."""
-
-    def artifact(plan):
-        with ArtifactWriter(tmp_path / "out") as writer:
-            writer.publish(describe(plan, writer, tiny.QUIET))
-        return Artifact.open(tmp_path / "out")
-
-    return artifact
+    return lambda plan: tiny.without_graphs(plan, tmp_path / "out")
 
 
 @pytest.fixture

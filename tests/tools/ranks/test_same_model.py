@@ -10,8 +10,6 @@ from support import pictured, tiny
 from support.shown import SMALL
 
 from npucompile.graphs.errors import CheckpointError
-from npucompile.lowering.artifact.artifact import Artifact, ArtifactWriter
-from npucompile.tools.builder.describe import describe
 from npucompile.tools.notation import EncodeSize
 from npucompile.tools.ranks.same_model import check_same_model
 
@@ -28,9 +26,7 @@ def of_sizes(config, path, **options):
     sizes.mkdir(parents=True)
     (sizes / "config.json").write_text(json.dumps(config))
     plan = tiny.planned_device(sizes, **{"weights": None, "num_speculative_tokens": None, "max_model_len": 512, **options})
-    with ArtifactWriter(path / "out") as writer:
-        writer.publish(describe(plan, writer, tiny.QUIET))
-    artifact = Artifact.open(path / "out")
+    artifact = tiny.without_graphs(plan, path / "out")
     assert artifact.manifest.source_digest == "none"
     return artifact
 
@@ -78,12 +74,10 @@ def test_layers_in_another_order_and_another_family_are_refused(tmp_path):
 
 def test_towers_and_how_pictures_are_prepared_are_compared_where_an_artifact_takes_pictures(tmp_path):
     whole = pictured.checkpoint(tmp_path / "checkpoint")
-    sizes, out = tmp_path / "sizes", tmp_path / "out"
+    sizes = tmp_path / "sizes"
     shutil.copytree(whole, sizes, ignore=shutil.ignore_patterns("*.safetensors"))
     plan = tiny.planned_device(sizes, weights=None, num_speculative_tokens=None, max_model_len=256, mesh="tp=1", encode=(EncodeSize(64),))
-    with ArtifactWriter(out) as writer:
-        writer.publish(describe(plan, writer, tiny.QUIET))
-    artifact, config = Artifact.open(out), json.loads((whole / "config.json").read_text())
+    artifact, config = tiny.without_graphs(plan, tmp_path / "out"), json.loads((whole / "config.json").read_text())
     check_same_model(artifact, whole)
     (whole / "preprocessor_config.json").write_text(json.dumps({**SMALL, "image_mean": [0.25] * 3}))
     with pytest.raises(CheckpointError, match=r"the processor of pictures: image_mean is \[0\.25, 0\.25, 0\.25\]; .* with \[0\.5, "):

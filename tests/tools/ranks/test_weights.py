@@ -16,10 +16,9 @@ from support import modelslim, tiny
 from npucompile.graphs import tree
 from npucompile.graphs.errors import ArtifactError, ArtifactStale, ArtifactTampered, CheckpointError, SpecError
 from npucompile.graphs.types import Leaf, Mesh, Rules
-from npucompile.lowering.artifact.artifact import Artifact, ArtifactWriter
+from npucompile.lowering.artifact.artifact import Artifact
 from npucompile.models import checkpoint as checkpoints
 from npucompile.models.quant.description import formats_in
-from npucompile.tools.builder.describe import describe
 from npucompile.tools.ranks.launch import rank_identity
 from npucompile.tools.ranks.rank_settings import RankSettings
 from npucompile.tools.ranks.weights import check_checkpoint, placement_of, rank_params, served_digest
@@ -27,17 +26,10 @@ from npucompile.tools.ranks.weights import check_checkpoint, placement_of, rank_
 SCHEMES = ["none", "w8a8", "w4a8"]
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return tiny.write_checkpoint(tmp_path_factory.mktemp("model") / "npu", **tiny.NPU_SIZES)
-
-
 def artifact_of(model, path, **options):
     """An artifact without graphs, and its plan."""
     plan = tiny.planned_device(model, **options)
-    with ArtifactWriter(path) as writer:
-        writer.publish(describe(plan, writer, tiny.QUIET))
-    return Artifact.open(path), plan
+    return tiny.without_graphs(plan, path), plan
 
 
 def read(artifact, rank=0, checkpoint=None, wanted=None, shown=tiny.QUIET):

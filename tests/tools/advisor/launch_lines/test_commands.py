@@ -5,12 +5,13 @@ from __future__ import annotations
 import shlex
 
 import pytest
+from support import tiny
 
 from npucompile.tools.advisor.launch_lines.commands import build_commands, place_of
 from npucompile.tools.advisor.launch_lines.imported import import_text
 from npucompile.tools.advisor.launch_lines.proposal import Proposal
 from npucompile.tools.builder import plan as planning
-from npucompile.tools.commands import build, serve
+from npucompile.tools.commands import serve
 
 ROW = {"deployment": "dsr1-a3x16-pd-2k-2k-50ms"}
 
@@ -36,8 +37,7 @@ def test_groups_that_share_nothing_may_be_servers_of_their_own():
     text = f"TASK_QUEUE_ENABLE=1 {text} --served-model-name q"
     (role,) = import_text(text).roles
     made, *lines, router = role.replicas
-    params = build.command.make_context("build", shlex.split(made)[2:]).params
-    options = planning.Options(**{name: params[name] for name in planning.Options.__dataclass_fields__})
+    options = tiny.options_of(shlex.split(made)[2:])
     assert planning.plan(options).mesh.size == 2
     whole = role.proposal.plan
     assert planning.plan(options).limits == whole.limits

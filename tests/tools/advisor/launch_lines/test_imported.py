@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import tiny
 from support.launch_lines import parsed
 
 from npucompile.graphs.errors import SpecError
@@ -19,8 +20,6 @@ from npucompile.tools.advisor.launch_lines.launches import LAYERWISE
 from npucompile.tools.advisor.launch_lines.proposal import options_of
 from npucompile.tools.advisor.launch_lines.tables import variables
 from npucompile.tools.advisor.launch_lines.verdicts import STATUSES
-from npucompile.tools.builder import plan as planning
-from npucompile.tools.commands import build
 from npucompile.tools.serve.lines import PAIRS_ITSELF, TOKEN
 
 CORPUS = json.loads(Path(__file__).with_name("corpus.json").read_text())
@@ -55,9 +54,8 @@ def legal(imported: Imported) -> int:
             continue
         words = shlex.split(role.build)
         assert words[:2] == ["npucompile", "build"]
-        params = build.command.make_context("build", words[2:]).params
+        options = tiny.options_of(words[2:])
         if role.proposal.plan is not None:
-            options = planning.Options(**{name: params[name] for name in planning.Options.__dataclass_fields__})
             assert options == options_of(role.proposal)
             planned += 1
             kinds = {bucket.kind for bucket in role.proposal.plan.buckets}

@@ -34,3 +34,11 @@ def test_what_is_true_of_several_flags_is_said_once():
     script = "\n".join(f"vllm serve qwen3-8b --tensor-parallel-size 2 --port {port}" for port in (8000, 8001))
     assumed = [line for line in said(script).splitlines() if line.startswith("  assumed: ")]
     assert len(assumed) == len(set(assumed)) > 0
+
+
+def test_a_published_deployment_is_named():
+    text = (
+        "sglang serve DeepSeek-V3.2-w8a8 --tp-size 32 --dp-size 8 --enable-dp-attention --nnodes 2 --disaggregation-mode decode "
+        "--max-running-requests 32 --cuda-graph-bs 1 2 3 4 --quantization modelslim --speculative-algorithm NEXTN --speculative-num-steps 3"
+    )
+    assert "this is the published deployment dsv32-a3x32-pd-64k-1k-30ms (" in said(text)

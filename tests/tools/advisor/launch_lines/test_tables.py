@@ -71,19 +71,3 @@ def test_no_path_of_a_machine_is_in_the_data(file):
     text = file.read_text()
     json.loads(text)
     assert not re.search(r"/work\b|/tmp/|/home/|/Users/|C:\\\\", text.replace("/tmp/profile", "").replace("/tmp/vllm", ""))
-
-
-WORDS = {
-    "lora": {"LORA"}, "elastic": {"ELASTIC"}, "ray": {"RAY"}, "grpc": {"GRPC"}, "pipeline": {"PP"}, "watermark": set(),
-    "events": {"EVENTS"}, "session": {"SESSION"}, "simulate": {"SIMULATE", "FORCE", "TEST"}, "logprobs_mode": {"LOGPROB", "LOGPROBS"},
-    "deterministic": {"DETERMINISTIC", "BATCH"}, "expert_balance": {"EPLB", "EXPERT", "WATERFILL", "BALANCEDNESS"},
-    "long_context": {"LONG", "LONGER"}, "drafting": {"DSPARK", "DFLASH", "NGRAM"}, "thinking_limit": {"THINK", "REASONING"},
-    "weights_update": {"WEIGHTS", "WEIGHT", "SLEEP"},
-}  # fmt: skip
-"""Of topics that refuse variables: words of whose names one must be in each."""
-
-
-def test_a_variable_is_refused_for_a_whole_word_of_its_name():
-    refused = [(topic, each) for topic, words in WORDS.items() for each in topics()[topic].names.split() if not each.startswith("-")]
-    assert {name for topic, name in refused if not WORDS[topic] & set(name.split("_"))} == set()
-    assert variables()["SGLANG_USE_AG_AFTER_QLORA"].topic == "layout"
