@@ -10,15 +10,13 @@ from unittest import mock
 import click
 import pytest
 from support import tiny
+from support.tiny import QUIET
 
 from npucompile.graphs.errors import NpucompileError
 from npucompile.tools.bench import build
 from npucompile.tools.bench.stats import spread
 from npucompile.tools.builder.plan import Options, plan
 from npucompile.tools.notation import PrefillSize
-from npucompile.tools.progress import Progress
-
-QUIET = Progress(quiet=True)
 
 
 def test_arguments_are_read_as_the_build_command_reads_them(tiny_checkpoint: Path) -> None:

@@ -7,14 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from support.tiny import QUIET
 
 from npucompile.graphs.errors import NpucompileError
 from npucompile.tools.bench import load as bench_load
 from npucompile.tools.bench.load import STAGES, load, probe
 from npucompile.tools.bench.stats import spread
-from npucompile.tools.progress import Progress
 
-QUIET = Progress(quiet=True)
 OUTSIDE = {"import", "process_to_first_token"}
 """Stages that a process cannot see of itself."""
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from support import tiny
+from support.tiny import QUIET
 
 from npucompile.graphs.errors import SpecError
 from npucompile.lowering.artifact.artifact import Artifact
@@ -20,9 +21,6 @@ from npucompile.tools.bench import step
 from npucompile.tools.bench.machine import Reader
 from npucompile.tools.bench.report import Value
 from npucompile.tools.bench.step import Case, decode_contexts, decode_row, needed_bytes, prepared, random_state, step_operands
-from npucompile.tools.progress import Progress
-
-QUIET = Progress(quiet=True)
 
 
 @pytest.fixture(autouse=True)

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.tiny import QUIET
 
 from npucompile.graphs.errors import NpucompileError, SpecError
 from npucompile.graphs.types import Bucket, Limits
@@ -19,10 +20,7 @@ from npucompile.tools.bench.report import as_text
 from npucompile.tools.bench.serve.outcome import Arrival, Outcome
 from npucompile.tools.bench.stats import Spread
 from npucompile.tools.bench.streams import Call, Load, Run, TimedExecutor, row, rows_of, streams, through_engine, through_running
-from npucompile.tools.progress import Progress
 from npucompile.tools.ranks.offline import complete
-
-QUIET = Progress(quiet=True)
 
 
 def outcome(*arrivals: tuple[float, int], ended_s: float = 0.0) -> Outcome:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from support import tiny
+from support.tiny import QUIET
 
 from npucompile.graphs.errors import SpecError
 from npucompile.lowering.artifact.artifact import Artifact
@@ -18,9 +19,7 @@ from npucompile.tools.bench.serve.outcome import Outcome
 from npucompile.tools.bench.streams import Load, Run
 from npucompile.tools.lab import speculation as module
 from npucompile.tools.lab.speculation import WITH, WITHOUT, TextLoad, check, read_prompts, row, speculation
-from npucompile.tools.progress import Progress
 
-QUIET = Progress(quiet=True)
 TEXTS = tuple((word,) * 9 for word in range(5))
 
 

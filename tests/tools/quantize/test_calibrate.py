@@ -7,13 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 from support import oracle
+from support.tiny import QUIET
 
 from npucompile.graphs.errors import SpecError
-from npucompile.tools.progress import Progress
 from npucompile.tools.quantize.calibrate import calibrated
 from npucompile.tools.quantize.layout import Activations
-
-QUIET = Progress(quiet=True)
 
 
 @pytest.mark.parametrize("name", ["plain", "dense", "moe"])

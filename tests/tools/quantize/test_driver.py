@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support import fp8, quantised, tiny
+from support.tiny import QUIET
 
 from npucompile.graphs.errors import CheckpointError, NpucompileError, SpecError
 from npucompile.models import checkpoint, registry, safetensors_files
@@ -23,7 +24,6 @@ from npucompile.tools.quantize.forward import in_formats, loaded, logits
 from npucompile.tools.quantize.layout import Activations
 from npucompile.tools.quantize.matrices import formats_for, select
 
-QUIET = Progress(quiet=True)
 INT4 = Formats(
     (("mtp.*", "float"), ("*.self_attn.?_proj", "w8a8_dynamic"), ("*.mlp.experts.*", "w4a8_dynamic"), ("*.mlp.*_proj", "w4a8_dynamic"))
 )

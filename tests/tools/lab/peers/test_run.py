@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from support import tiny
+from support.tiny import QUIET
 
 from npucompile.graphs.errors import ModelError, SpecError
 from npucompile.lowering.artifact.artifact import Artifact
@@ -15,9 +16,7 @@ from npucompile.tools.bench.streams import Load
 from npucompile.tools.lab.peers.engines import PEERS, Peer
 from npucompile.tools.lab.peers.process import PeerError
 from npucompile.tools.lab.peers.run import Choice, checkpoint_dir, choice, convert, find, peer_side, peers
-from npucompile.tools.progress import Progress
 
-QUIET = Progress(quiet=True)
 FAKE = """
 import sys, time
 
