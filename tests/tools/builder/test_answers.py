@@ -15,7 +15,6 @@ from npucompile.tools.builder import answers, pool
 from npucompile.tools.builder.explanation import explanation
 from npucompile.tools.builder.plan import Options, plan
 from npucompile.tools.builder.rank_memory import partitioned_memory
-from npucompile.tools.commands import build
 from npucompile.tools.inspection.cost import step_cost
 
 
@@ -32,12 +31,6 @@ ROW = "qwen35-397b-a3x8-in3k5-out1k5-50ms"
 def unpriced(model: str, path: Path, **options: Any) -> Any:
     """The answered plan of a build of two NPUs that lowers nothing."""
     return answers.answer(plan(Options(model, target="ascend-a3", mesh="tp=2", backend="null", **options)), answers.Priced(path))
-
-
-def asked(arguments: tuple[str, ...]) -> Options:
-    """What `npucompile build` reads of arguments."""
-    params = build.command.make_context("build", list(arguments)).params
-    return Options(**{name: params[name] for name in Options.__dataclass_fields__})
 
 
 def test_a_small_model_has_its_whole_context_and_a_large_one_what_memory_takes(tmp_path: Path) -> None:
@@ -89,7 +82,7 @@ def test_a_deployment_keeps_its_sizes_and_takes_its_pictures(tmp_path: Path) -> 
     text = plan(replace(options, language_model_only=True))
     assert answers.answer(text, answers.Priced(tmp_path)) == text
     for each in (made, text):
-        repeated = answers.answer(plan(asked(each.arguments)), answers.Priced(tmp_path))
+        repeated = answers.answer(plan(tiny.options_of(each.arguments)), answers.Priced(tmp_path))
         assert (repeated.buckets, repeated.reasons, repeated.arguments) == (each.buckets, each.reasons, each.arguments)
     split = plan(Options("qwen3.5-397b", deployment="qwen35-397b-a3x24-pd-1p1d-3node", phase="decode", backend="null"))
     assert answers.answer(split, answers.Priced(tmp_path)) == split
@@ -113,7 +106,7 @@ def test_narrower_steps_are_built_where_they_give_more_tokens(tmp_path: Path, mo
     steps = "a step of 2 60.0 ms for 1.50 tokens, a step of 4 100.0 ms for 1.88 tokens"
     why = f"By the cost model 120 requests take, with 50% of drafts accepted, {steps}."
     assert (dict(made.reasons), dict(made.decided_by)["draft-widths"]) == ({"draft-widths": why}, "plan")
-    assert plan(asked(made.arguments)).buckets == made.buckets
+    assert plan(tiny.options_of(made.arguments)).buckets == made.buckets
     # Who says widths has them; recurrent states take one alone, and without drafts there is one.
     for model, options in (("qwen3-32b", {**eagle, "draft_widths": (4,)}), ("qwen3.5-27b", {}), ("qwen3-32b", {})):
         alone = widened(monkeypatch, tmp_path, model, **options)
@@ -121,14 +114,9 @@ def test_narrower_steps_are_built_where_they_give_more_tokens(tmp_path: Path, mo
         assert alone.reasons == ()
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.write_checkpoint(tmp_path_factory.mktemp("model") / "tiny", **tiny.NPU_SIZES)
-
-
-def test_answers_are_taken_where_they_are_cheap(tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answers_are_taken_where_they_are_cheap(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The figure is that of `inspect --cost` of two artifacts, with the answer and without it."""
-    options = Options(str(checkpoint), target="ascend-a3", mesh="tp=2", buckets=(2,), prefill=(tiny.PrefillSize(16),), max_model_len=256)
+    options = Options(str(model), target="ascend-a3", mesh="tp=2", buckets=(2,), prefill=(tiny.PrefillSize(16),), max_model_len=256)
     costs: dict[int, float] = {}
     for most, counts in ((10.0, (20, 8)), (0.0, (0, 0))):
         monkeypatch.setattr(answers, "MOST_SHARE", most)
@@ -146,24 +134,9 @@ def test_answers_are_taken_where_they_are_cheap(tmp_path: Path, checkpoint: Path
         assert ("would cost" in reason) is (most == 0.0)
 
 
-def test_a_build_says_what_it_chose_and_explain_says_why(tmp_path: Path, checkpoint: Path) -> None:
-    words = [
-        "build",
-        checkpoint,
-        "--target",
-        "ascend-a3",
-        "--mesh",
-        "tp=2",
-        "--buckets",
-        "1",
-        "--prefill",
-        "16",
-        "--precompile",
-        "none",
-        "--jobs",
-        "1",
-    ]
-    result = tiny.cli(tmp_path, *words, "--out", tmp_path / "out")
+def test_a_build_says_what_it_chose_and_explain_says_why(tmp_path: Path, model: Path) -> None:
+    words = ["--target", "ascend-a3", "--mesh", "tp=2", "--buckets", "1", "--prefill", "16", "--precompile", "none", "--jobs", "1"]
+    result = tiny.cli(tmp_path, "build", model, *words, "--out", tmp_path / "out")
     assert result.exit_code == 0, result.stderr
     manifest = Artifact.open(tmp_path / "out").manifest
     assert set(manifest.reasons) == {"checkpoint-slots", "max-logprobs", "logit-adjustments"}
@@ -173,6 +146,6 @@ def test_a_build_says_what_it_chose_and_explain_says_why(tmp_path: Path, checkpo
         assert explained.get(name) is None or (explained[name].by, explained[name].why) == ("plan", why)
     assert explained["checkpoint-slots"].value == "1"
     # Its arguments lead to the same plan, for the same reasons.
-    repeated = answers.answer(plan(asked(manifest.build_arguments)), answers.Priced(tmp_path))
+    repeated = answers.answer(plan(tiny.options_of(manifest.build_arguments)), answers.Priced(tmp_path))
     assert (repeated.limits, repeated.arguments) == (manifest.limits, manifest.build_arguments)
     assert (dict(repeated.decided_by), dict(repeated.reasons)) == (manifest.decided_by, manifest.reasons)

@@ -20,9 +20,7 @@ def test_targets_differ_in_what_their_rows_say_and_in_nothing_else(tmp_path):
     (model / "chat_template.jinja").write_text("{{ messages }}")
     (model / "tokenizer_config.json").write_text('{"bos_token": "<s>"}')
     (model / "generation_config.json").write_text('{"temperature": 0.5}')
-    here, there = tiny.planned(model), tiny.planned_device(model)
-    with ArtifactWriter(tmp_path / "out") as writer:
-        local, device = (describe(plan, writer, tiny.QUIET) for plan in (here, there))
+    local, device = map(tiny.described, (tiny.planned(model), tiny.planned_device(model)))
     differing = {field.name for field in fields(Manifest) if getattr(local, field.name) != getattr(device, field.name)}
     assert differing == {
         "backend", "build_arguments", "decided_by", "dtype", "limits", "mesh", "params", "platform", "rules", "state", "target",
@@ -47,5 +45,5 @@ def test_a_bound_checkpoint_is_named_and_not_copied(tmp_path, monkeypatch):
 def test_a_bound_checkpoint_that_does_not_fit_is_refused_before_anything_is_lowered(tmp_path):
     model = tiny.write_checkpoint(tmp_path / "npu", **tiny.NPU_SIZES)
     (model / "config.json").write_text(json.dumps({**tiny.CONFIG, **tiny.NPU_SIZES, "num_experts": 16}))
-    with ArtifactWriter(tmp_path / "out") as writer, pytest.raises(CheckpointError, match="has a wrong shape"):
-        describe(tiny.planned_device(model, weights="bound"), writer, tiny.QUIET)
+    with pytest.raises(CheckpointError, match="has a wrong shape"):
+        tiny.described(tiny.planned_device(model, weights="bound"))

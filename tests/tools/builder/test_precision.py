@@ -184,11 +184,6 @@ def test_log_probabilities_of_no_more_tokens_than_there_are(tmp_path):
         tiny.planned(model, max_logprobs=13)
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return tiny.write_checkpoint(tmp_path_factory.mktemp("model") / "npu", **tiny.NPU_SIZES)
-
-
 def test_small_checkpoints_are_stored_and_large_ones_bound(model, monkeypatch):
     bytes_on_disk = (model / "model.safetensors").stat().st_size
     small = tiny.planned_device(model)
