@@ -9,7 +9,7 @@ from support import tiny
 
 from npucompile.graphs.errors import SpecError
 from npucompile.tools.builder import plan as planning
-from npucompile.tools.builder.decisions import changed, format_decided, read_decided
+from npucompile.tools.builder.decisions import format_decided, read_decided
 from npucompile.tools.builder.plan import Options
 from npucompile.tools.builder.settings.record import DECIDERS
 from npucompile.tools.builder.settings.table import EXPLAINED
@@ -38,12 +38,3 @@ def test_flags_rows_plans_and_defaults(tiny_checkpoint):
     assert (row["speculative-tokens"], row["deployment"]) == ("flag", "default")
     draft = dict(planning.plan(Options("qwen3-32b", deployment="qwen3-32b-a3x2-mix-2k-2k-50ms")).decided_by)
     assert (draft["draft-model"], draft["deployment"], draft["speculative-tokens"]) == ("plan", "flag", "row")
-
-
-def test_a_repeated_build_keeps_who_decided(tiny_checkpoint):
-    plan = tiny.planned(tiny_checkpoint, buckets=(1, 2))
-    again = planning.plan(
-        Options(str(tiny_checkpoint), buckets=(1, 2), decided_by=plan.arguments[plan.arguments.index("--decided-by") + 1])
-    )
-    assert again.decided_by == plan.decided_by
-    assert dict(changed(plan.decided_by, "buckets"))["buckets"] == "plan"

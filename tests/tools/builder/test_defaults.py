@@ -10,7 +10,6 @@ from support import tiny
 from npucompile.tools.builder import defaults
 from npucompile.tools.builder import plan as planning
 from npucompile.tools.builder.plan import Options, Plan
-from npucompile.tools.commands import build
 from npucompile.tools.notation import PrefillSize
 
 PAGE = 16
@@ -89,8 +88,7 @@ def test_the_arguments_of_a_plan_lead_to_it_on_every_machine(monkeypatch, model)
         with_memory(monkeypatch, model, requests, tokens)
         plan = planned(model)
         monkeypatch.setattr(defaults, "MACHINE_BYTES", 2**50)
-        params = build.command.make_context("build", list(plan.arguments)).params
-        again = planning.plan(Options(**{name: params[name] for name in Options.__dataclass_fields__}))
+        again = planning.plan(tiny.options_of(plan.arguments))
         assert replace(again, notes=plan.notes) == plan
 
 
@@ -98,10 +96,3 @@ def test_attention_that_reads_the_whole_page_table_keeps_a_short_context(model):
     plan = planned(model, kv_cache_dtype="int8")
     assert plan.limits.max_model_len == 1024
     assert any("its attention reads the whole page table at every step" in note for note in plan.notes)
-
-
-def test_npus_keep_their_defaults(model):
-    plan = planning.plan(Options(model, target="ascend-a3", dtype="bfloat16"))
-    assert [b.batch for b in plan.buckets if b.kind == "decode"] == [1, 2, 4, 8, 16]
-    assert plan.limits.max_model_len == 4096
-    assert plan.limits.num_pages == 1 + 16 * 4096 // 128

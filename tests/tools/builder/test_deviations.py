@@ -15,12 +15,10 @@ from npucompile.tools.notation import PUBLISHED_ENCODE, parse_encode
 
 CASES = {
     ("qwen35-397b-a3x8-in3k5-out1k5-50ms", "mixed"): [],
-    ("qwen3-32b-a3x4-mix-4k-1.5k-11ms", "mixed"): [],
     ("qwen3-32b-a3x8-mix-18k-4k-12ms", "mixed"): ["in chunks of 3712 tokens, published whole"],
     # As many whole prompts as the published tokens hold, and as many as there are requests.
     ("qwen3-480b-a3x24-pd-3.5k-1.5k-50ms", "prefill"): [],
     ("dsr1-a3x16-pd-2k-2k-50ms", "prefill"): [],
-    ("qwen3-480b-a3x24-pd-3.5k-1.5k-50ms", "decode"): [],
     ("qwen3-next-a3x2-mix-3.5k-1.5k-50ms", "mixed"): ["bfloat16, published float32"],
     ("qwen35-27b-a3x8-mix-lc-256k", "mixed"): ["published float32", "at most 262144 tokens, published 266000", "524288 cached tokens"],
     ("qwen35-27b-mix-tp2-dp1-133k", "mixed"): ["published float32", "8064 tokens, published 8096: a multiple of 128", "cached tokens"],

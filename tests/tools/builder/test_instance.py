@@ -7,7 +7,6 @@ from support import tiny
 
 from npucompile.graphs.errors import SpecError
 from npucompile.graphs.types import Mesh
-from npucompile.tools.builder import deployments
 from npucompile.tools.builder import plan as planning
 from npucompile.tools.builder.instance import DEFAULT_DRAFTS, phases, resolve
 from npucompile.tools.builder.plan import Options
@@ -18,16 +17,6 @@ SPLIT = "qwen35-397b-a3x24-pd-1p1d-3node"
 
 def decided(model=BIG, has_draft_head=True, **options):
     return resolve(Options(model, **options), model, has_draft_head)
-
-
-def test_a_preset_is_for_its_deployment_and_any_other_model_for_this_machine():
-    instance = decided()
-    assert instance == decided(deployment=PUBLISHED)
-    assert (instance.deployment, instance.phase, instance.target.name, str(instance.mesh)) == (PUBLISHED, "mixed", "ascend-a3", "dp=8,tp=2")
-    assert (instance.quantization, instance.drafts) == ("w4a8", 3)
-    assert instance.buckets == deployments.deployment(PUBLISHED).phase().buckets
-    assert decided("qwen3.5-tiny").target.name == "cpu"
-    assert str(decided("qwen3.5-tiny", mesh="dp=2").mesh) == "dp=2"
 
 
 @pytest.mark.parametrize("options", [{"target": "cpu"}, {"mesh": "dp=2"}, {"target": "cpu", "mesh": "dp=2,tp=2"}, {"backend": "null"}])
@@ -43,16 +32,6 @@ def test_what_is_said_beside_a_row_wins():
     none = decided(deployment=PUBLISHED, num_speculative_tokens=0)
     assert (none.drafts, none.limits.slots_per_request, none.limits.drafts) == (0, 1, 0)
     assert decided(deployment=PUBLISHED, target="ascend-a2").target.name == "ascend-a2"
-
-
-def test_sides_of_a_deployment_prefill_or_decode():
-    prefill, decode = decided(deployment=SPLIT, phase="prefill"), decided(deployment=SPLIT, phase="decode")
-    assert (str(prefill.mesh), prefill.buckets) == ("dp=8,tp=2", ())
-    assert (str(decode.mesh), decode.buckets) == ("dp=16,tp=2", (1, 2, 4, 8, 16, 24, 32))
-    assert (prefill.limits.slots_per_request, decode.limits.slots_per_request) == (1, 4)
-    # Whoever decodes begins with the drafts of whoever prefilled.
-    assert (prefill.limits.drafts, decode.limits.drafts, prefill.drafts, decode.drafts) == (3, 3, 3, 3)
-    assert decided(deployment=SPLIT) == decode
 
 
 def test_a_target_alone_has_one_rank_and_no_sizes():

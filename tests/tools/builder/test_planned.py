@@ -10,12 +10,6 @@ from npucompile.tools.builder import plan as planning
 from npucompile.tools.builder.plan import Options
 
 
-def test_rows_of_large_buckets_have_a_reference_of_one_row(tiny_checkpoint):
-    plan = tiny.planned(tiny_checkpoint, buckets=(2, 4))
-    assert plan.references == (Bucket("decode", 1, 4),)
-    assert not set(plan.references) & set(plan.buckets)
-
-
 def test_bytes_are_those_of_the_real_tensors(tiny_checkpoint):
     plan = tiny.planned(tiny_checkpoint)
     file = tiny_checkpoint / "model.safetensors"
