@@ -29,18 +29,6 @@ def built(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, Path]]:
     return calls
 
 
-def test_a_split_deployment_is_two_artifacts(built: list[tuple[Any, Path]], tmp_path: Path) -> None:
-    paths = build_all.build_all("qwen3.5-397b", {"deployment": SPLIT}, None, tmp_path, tmp_path, 1, 0)
-    assert [path.name for path in paths] == ["qwen3.5-397b-prefill", "qwen3.5-397b-decode"]
-    meshes = {plan.phase: (str(plan.mesh), {bucket.kind for bucket in plan.buckets}) for plan, _ in built}
-    assert meshes == {"prefill": ("dp=8,tp=2", {"prefill"}), "decode": ("dp=16,tp=2", {"decode"})}
-
-
-def test_one_side_is_one_artifact(built: list[tuple[Any, Path]], tmp_path: Path) -> None:
-    build_all.build_all("qwen3.5-397b", {"deployment": SPLIT, "phase": "decode"}, tmp_path / "here", tmp_path, tmp_path, 1, 0)
-    assert [(plan.phase, out) for plan, out in built] == [("decode", tmp_path / "here")]
-
-
 def test_one_side_goes_where_both_would_put_it(built: list[tuple[Any, Path]], tmp_path: Path) -> None:
     build_all.build_all("qwen3.5-397b", {"deployment": SPLIT, "phase": "decode"}, None, tmp_path, tmp_path, 1, 0)
     build_all.build_all("qwen3.5-397b", {"deployment": SPLIT}, tmp_path / "here", tmp_path, tmp_path, 1, 0)

@@ -83,14 +83,6 @@ def test_a_harmed_bucket_does_not_come_back(unfinished, writer, at, harm):
     assert writer.files == {}
 
 
-def test_what_is_no_bucket_does_not_come_back(unfinished, writer):
-    unfinished.keep(ENTRY, STAGES, GRAPH)
-    (file,) = unfinished.directory.iterdir()
-    for data in (b"", b"\x00" * 64, b"\xc1" * 100):
-        file.write_bytes(data)
-        assert unfinished.take(ENTRY.stamp, writer, "ge") is None
-
-
 def test_a_bucket_is_there_whole_or_not_at_all(unfinished, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")

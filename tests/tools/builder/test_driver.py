@@ -11,7 +11,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from support import kernels, tiny
 
 from npucompile.graphs.errors import ArtifactError, CheckpointError, ConfigError, LoweringError, ModelError, VerifyError
-from npucompile.lowering.artifact.artifact import MANIFEST, Artifact, ArtifactWriter
+from npucompile.lowering.artifact.artifact import MANIFEST, Artifact
 from npucompile.models import registry
 from npucompile.runtime.cpu_executor import CpuExecutor
 from npucompile.runtime.engine import Engine
@@ -100,21 +99,6 @@ def test_a_refused_build_leaves_what_was_there_or_nothing_and_traces_nothing(tmp
     assert not new.parent.exists() or list(new.parent.iterdir()) == []
 
 
-def test_what_is_no_artifact_is_not_built_over(tmp_path, tiny_checkpoint):
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "thesis.txt").write_text("mine")
-    with pytest.raises(ArtifactError, match=r"out exists and is not an artifact; legal is a new or empty directory"):
-        tiny.built(tiny.planned(tiny_checkpoint, **SMALL), tmp_path / "out")
-    assert tiny.contents(tmp_path / "out") == {"thesis.txt": b"mine"}
-
-
-def test_of_two_builds_at_once_the_second_is_refused_with_the_first_ones_process(tmp_path, tiny_checkpoint):
-    with ArtifactWriter(tmp_path / "out"), pytest.raises(ArtifactError, match=rf"out is being built by process {os.getpid()};"):
-        tiny.built(tiny.planned(tiny_checkpoint, **SMALL), tmp_path / "out")
-    tiny.built(tiny.planned(tiny_checkpoint, **SMALL), tmp_path / "out")
-    Artifact.open(tmp_path / "out")
-
-
 def test_what_all_compiles_need_is_made_in_a_thread_where_there_is_something_to_compile(tmp_path, tiny_checkpoint, stub, monkeypatch):
     made = threading.Event()
 
@@ -143,23 +127,6 @@ def test_every_bucket_is_compiled_proved_and_published(tmp_path, tiny_checkpoint
         assert entry.verified["logits_error"] < 1e-5
         assert entry.verified["rows"] >= entry.bucket.batch
     assert not [name for name in tiny.contents(tmp_path / "out") if "/." in name or name not in {*artifact.manifest.files, MANIFEST}]
-
-
-def test_drafts_come_with_the_draft_heads_weights_and_without_them_all_is_compiled_again(tmp_path, tiny_checkpoint, stub):
-    out = tmp_path / "out"
-    drafting = tiny.planned(tiny_checkpoint, backend="stub", **SMALL)
-    tiny.built(drafting, out)
-    before = Artifact.open(out).manifest
-    assert [leaf.name for leaf in before.params if leaf.name.startswith("params.mtp.")]
-    assert before.limits.drafts == 3
-    report = tiny.built(tiny.planned(tiny_checkpoint, backend="stub", num_speculative_tokens=0, **SMALL), out)
-    assert report.reused == ()
-    after = Artifact.open(out).manifest
-    assert [entry.bucket.name for entry in after.graphs] == ["prefill-b1-q4", "decode-b1-q1", "decode-b2-q1"]
-    assert [leaf for leaf in (*after.params, *after.state) if ".mtp" in leaf.name] == []
-    assert set(Artifact.open(out).load_weights()) == {leaf.name for leaf in after.params}
-    assert tiny.built(drafting, out).reused == ()
-    assert replace(Artifact.open(out).manifest, graphs=()) == replace(before, graphs=())
 
 
 def test_another_compiler_compiles_all_again(tmp_path, tiny_checkpoint, stub):
@@ -268,15 +235,6 @@ def test_a_build_is_proved_with_avx_512_hidden(tmp_path, tiny_checkpoint, drafts
     for entry in manifest.graphs:
         assert (entry.backend, entry.refused) == ("inductor", "")
         assert entry.verified["logits_error"] < (1e-5 if dtype == "float32" else 0.1)
-
-
-def test_an_executable_that_disagrees_is_not_published(tmp_path, tiny_checkpoint, stub):
-    stub.error = 1e-3
-    with pytest.raises(VerifyError, match=r"logits differ by .*; legal is at most 1e-05"):
-        tiny.built(tiny.planned(tiny_checkpoint, backend="stub", **SMALL), tmp_path / "out")
-    artifact = Artifact.open(tmp_path / "out")
-    assert {entry.compiled for entry in artifact.manifest.graphs} == {None}
-    assert set(tiny.contents(tmp_path / "out")) == {*artifact.manifest.files, MANIFEST}
 
 
 def test_a_build_that_fails_half_way_goes_on_where_it_was(tmp_path, tiny_checkpoint, stub):

@@ -9,27 +9,19 @@ import pytest
 from safetensors.torch import load_file
 from support import modelslim, tiny
 
-from npucompile.graphs.errors import LoweringError, SpecError
+from npucompile.graphs.errors import LoweringError
 from npucompile.lowering import collectives_check
 from npucompile.lowering.artifact.artifact import MANIFEST, Artifact
 from npucompile.lowering.ascend.ge_file import decode
 from npucompile.lowering.toolchain import differences
 from npucompile.models.quant.description import formats_in
 from npucompile.models.quant.formats import Formats
-from npucompile.tools.builder import derived, driver, memory, pool, stages, stamp
-from npucompile.tools.builder.environment import environment
-from npucompile.tools.builder.memory import MemoryPlan
+from npucompile.tools.builder import derived, driver, pool, stages, stamp
 
-BIG = "qwen3.5-397b"
 NAMES = ["prefill-b1-q4", "decode-b2-q2", "decode-b4-q2"]
 ORDER = ["decode-b4-q2", "prefill-b1-q4", "decode-b2-q2"]
 """The largest first."""
 _run = pool.run
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return tiny.write_checkpoint(tmp_path_factory.mktemp("model") / "npu", **tiny.NPU_SIZES)
 
 
 @pytest.fixture
@@ -89,28 +81,6 @@ def test_an_artifact_has_a_graph_for_all_ranks_a_bucket_and_one_file_of_weights(
         assert set(stages.unpack_texts((artifact.path / entry.stages).read_bytes())) == {"partitioned", "lowered"}
         assert entry.cost["flops"] > 0
     assert set(manifest.files) | {MANIFEST} == set(tiny.contents(artifact.path))
-
-
-def test_it_carries_the_plan_of_a_ranks_memory(plan, lowered, build, tmp_path):
-    build(plan)
-    manifest = Artifact.open(tmp_path / "out").manifest
-    planned = MemoryPlan.from_dict(manifest.memory)
-    parts = {part.name: part.nbytes for part in planned.parts}
-    weights = parts["expert weights"] + parts["other weights"] + parts["draft head"]
-    assert weights == plan.params_bytes == manifest.graphs[0].memory["params_bytes"]
-    assert parts["KV pages"] + parts["state slots"] + parts["request slots"] == plan.state_bytes == manifest.graphs[0].memory["state_bytes"]
-    head = sum(memory.local_bytes(leaf.aval, plan.mesh, plan.rules()) for leaf in manifest.params if leaf.name.startswith("params.mtp."))
-    assert parts["draft head"] == head > 0
-    assert parts["activations"] == max(entry.memory["peak_bytes"] for entry in manifest.graphs)
-    assert parts["inputs"] == max(sum(leaf.aval.nbytes for leaf in (*e.inputs, *e.outputs)) for e in manifest.graphs)
-    assert planned.fits
-    assert manifest.memory["fits"] is True
-    assert planned.as_dict() == manifest.memory
-    # The graphs gather and scatter over tp; dispatch has a communicator of its own, and nothing else is over all ranks.
-    assert set(manifest.communicator_bytes) == {"tp", "dispatch"}
-    communication = next(part for part in planned.parts if part.name == "communication")
-    assert communication.nbytes == sum(2 * nbytes for nbytes in manifest.communicator_bytes.values())
-    assert manifest.environment == environment(plan.target, plan.mesh, manifest.communicator_bytes)
 
 
 def test_nothing_changed_is_nothing_lowered_and_not_a_byte_written_anew(plan, lowered, build, tmp_path):
@@ -187,18 +157,6 @@ def test_the_key_tells_models_sources_and_toolchains_apart(plan, tmp_path, monke
     assert len(keys) == 4
 
 
-def test_what_another_plan_made_is_lowered_again(plan, lowered, build, tmp_path):
-    build(plan)
-    before = tiny.contents(tmp_path / "out")
-    tiny.published(
-        tmp_path / "out", lambda manifest, _: replace(manifest, graphs=(replace(manifest.graphs[0], stamp="other"), *manifest.graphs[1:]))
-    )
-    lowered.clear()
-    build(plan)
-    assert lowered == NAMES[:1]
-    assert tiny.contents(tmp_path / "out") == before
-
-
 @pytest.mark.parametrize("folder", ["graphs", "stages"])
 def test_a_harmed_file_is_made_again(plan, lowered, build, tmp_path, folder):
     build(plan)
@@ -266,34 +224,6 @@ def test_an_interrupted_build_goes_on_with_an_executable_of_the_previous_artifac
     assert [entry.compiled for entry in Artifact.open(tmp_path / "out").manifest.graphs] == graphs
 
 
-def test_what_is_left_of_an_unfinished_build_is_not_trusted_when_harmed(plan, lowered, build, tmp_path, monkeypatch):
-    with monkeypatch.context() as patched:
-        interrupted(patched, after=1)
-        with pytest.raises(KeyboardInterrupt):
-            build(plan)
-    (stored,) = (tmp_path / "cache" / "unfinished").iterdir()
-    tiny.tampered(stored)
-    lowered.clear()
-    build(plan)
-    assert lowered == ORDER
-
-
-def test_a_refused_build_leaves_what_was_there(model, plan, lowered, build, tmp_path, monkeypatch):
-    build(plan)
-    before = tiny.contents(tmp_path / "out")
-
-    def refuse(job):
-        raise LoweringError(f"{job.bucket.name} cannot be")
-
-    monkeypatch.setattr(pool, "run", refuse)
-    with pytest.raises(LoweringError, match="decode-b3-q2 cannot be"):
-        build(tiny.planned_device(model, buckets=(3,)))
-    assert tiny.contents(tmp_path / "out") == before
-    with pytest.raises(SpecError, match="too much"):
-        build(tiny.planned_device(model, max_num_seqs=10**8))
-    assert tiny.contents(tmp_path / "out") == before
-
-
 def test_a_graph_whose_ranks_would_wait_for_ever_is_refused(plan, lowered, build, tmp_path, monkeypatch):
     def run(job):
         result = tiny.compile_once(job)
@@ -303,16 +233,6 @@ def test_a_graph_whose_ranks_would_wait_for_ever_is_refused(plan, lowered, build
     with pytest.raises(LoweringError, match=r"collectives are over the groups ep; mesh dp=2,tp=2 has"):
         build(plan)
     assert not (tmp_path / "out").exists()
-
-
-def test_numbers_alone_are_an_artifact_without_graphs(model, build, tmp_path, monkeypatch):
-    monkeypatch.setattr(pool, "run", tiny.compile_once)
-    plan = tiny.planned_device(model, backend="null")
-    build(plan)
-    manifest = Artifact.open(tmp_path / "out").manifest
-    assert {entry.compiled for entry in manifest.graphs} == {None}
-    assert {name.partition("/")[0] for name in manifest.files} == {"stages", "tokenizer"}
-    assert list(build(plan).reused) == NAMES
 
 
 PACKED_EXPERTS = Path(__file__).parents[2] / "models/quant/packed_experts/group"

@@ -18,7 +18,6 @@ from npucompile.graphs.errors import SpecError
 from npucompile.graphs.steps import kind
 from npucompile.lowering.artifact.artifact import Artifact
 from npucompile.models.expert_placement import ExpertPlacement, by_default
-from npucompile.runtime.cpu_executor import CpuExecutor
 from npucompile.runtime.engine import Engine
 from npucompile.runtime.request import Request, Sampling, TokenEvent
 from npucompile.tools.artifact_model import full_model
@@ -281,18 +280,6 @@ def test_emulated_npus_generate_the_same_tokens(checkpoint: Any, npu_artifact: A
         with emulated(artifact, tmp_path / "compiled", **fields) as tokens:
             answers.append(tokens)
     assert answers[1] == answers[0]
-
-
-def test_a_cpu_mesh_generates_the_same_tokens(sharded: Any, tmp_path: Any) -> None:
-    """As one device does without a map."""
-    plain = Artifact.open(sharded(""))
-    rows = json.dumps({"physical_to_logical_map": [[3, 1, 0, 2, 3, 3], [0, 1, 2, 3, 1, 0]]})
-    sizes: dict[str, Any] = {"buckets": (1, 2), "prefill": (4,), "max_model_len": 32, "mesh": "tp=2", "expert_map": rows}
-    tiny.built(tiny.planned(Path(plain.manifest.build_arguments[0]), **sizes), tmp_path / "map", fresh=True)
-    with opened_ranks(Artifact.open(tmp_path / "map"), None, RankSettings(threads=1), ranks.environment(), tiny.QUIET) as load:
-        executors = CpuExecutor(plain), load()
-        alone, mapped = ([one.token_ids for one in complete(each, PROMPTS, Sampling(), 10, frozenset())] for each in executors)
-    assert alone == mapped
 
 
 def test_a_plan_records_its_map_and_is_repeated_by_its_arguments(checkpoint: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -106,11 +106,6 @@ def test_texts_of_the_full_bucket_are_short_and_whole(lowered):
 # --- small models ---
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return tiny.write_checkpoint(tmp_path_factory.mktemp("model") / "npu", **tiny.NPU_SIZES)
-
-
 @pytest.fixture(autouse=True)
 def _threads():
     threads, level = torch.get_num_threads(), logging.getLogger("torch").level
@@ -128,17 +123,6 @@ def test_a_job_and_what_became_of_it_cross_processes(model, tmp_path):
     assert pickle.loads(pickle.dumps(job)) == job
     result = pool.run(job)
     assert pickle.loads(pickle.dumps(result)) == result
-
-
-def test_without_a_compiler_there_are_numbers_and_no_file(model, tmp_path):
-    plan = tiny.planned_device(model, backend="null")
-    results = list(pool.run_all(jobs(plan, tmp_path), 1))
-    assert [entry.job.bucket for entry in results] == list(plan.buckets)
-    for entry in results:
-        assert entry.compiled is None
-        assert entry.staged.memory.peak_bytes > 0
-        assert entry.staged.cost["flops"] > 0
-    assert results[1].staged.cost["flops"] < results[2].staged.cost["flops"]
 
 
 @pytest.mark.parametrize("scheme", ["none", "w4a8"])
@@ -278,22 +262,6 @@ def test_a_process_is_as_nice_as_it_is_asked_to_be_at_least(model, tmp_path, mon
     for nice in (0, 10, 10, 5):
         pool.run(CompileJob(tiny.planned_device(model, backend="null"), Bucket("decode", 4, 2), tmp_path, nice=nice))
     assert niceness == [3, 10]
-
-
-def test_the_first_refusal_ends_all(model, tmp_path, monkeypatch):
-    plan = tiny.planned_device(model, backend="null")
-    ran = []
-
-    def run(job):
-        ran.append(job.bucket)
-        if job.bucket.kind == "decode":
-            raise LoweringError(f"{job.bucket.name} cannot be")
-        return job
-
-    monkeypatch.setattr(pool, "run", run)
-    with pytest.raises(LoweringError, match="decode-b2-q2 cannot be"):
-        list(pool.run_all(jobs(plan, tmp_path), 1))
-    assert ran == list(plan.buckets[:2])
 
 
 class Killed:

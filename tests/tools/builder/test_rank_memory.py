@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 from support import tiny
@@ -12,17 +11,11 @@ from support import tiny
 from npucompile.graphs.errors import SpecError
 from npucompile.graphs.types import Bucket, Mesh
 from npucompile.lowering.artifact.manifest import GraphEntry
-from npucompile.tools.builder import deployments, driver, pool, rank_memory
+from npucompile.tools.builder import deployments, derived, driver, pool, rank_memory
 from npucompile.tools.builder import plan as planning
-from npucompile.tools.builder.describe import describe
 from npucompile.tools.builder.plan import Options, Plan
 
 BIG = "qwen3.5-397b"
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return tiny.write_checkpoint(tmp_path_factory.mktemp("model") / "npu", **tiny.NPU_SIZES)
 
 
 @pytest.fixture
@@ -37,11 +30,7 @@ ROWS = [(row.id, name) for row in deployments.deployments().values() if row.mode
 
 
 def held(plan, entries=()):
-    return rank_memory.rank_memory(plan, described(plan), entries)
-
-
-def described(plan):
-    return describe(plan, SimpleNamespace(add=lambda folder, *_: folder), tiny.QUIET)
+    return rank_memory.rank_memory(plan, tiny.described(plan), entries)
 
 
 @pytest.mark.parametrize(("name", "phase"), ROWS)
@@ -98,28 +87,8 @@ def test_graphs_that_need_more_than_is_left_are_refused_when_they_are_known(mode
     assert not (tmp_path / "out").exists()
 
 
-def test_the_full_model_is_refused_with_settings_that_fit_and_nothing_is_lowered(build, monkeypatch, tmp_path):
-    monkeypatch.setattr(driver, "run_all", None)
-    options = planning.Options(BIG, deployment="qwen35-397b-a3x24-pd-1p1d-3node", phase="decode", buckets=(2,))
-    options = replace(options, max_model_len=131072, max_num_seqs=40)
-    entries = rank_memory._largest_partitioned(planning.plan(options))
-    monkeypatch.setattr(rank_memory, "_largest_partitioned", lambda plan: entries)
-    with pytest.raises(SpecError, match=r"this needs .* too much: expert weights .* KV pages .* state slots .* communication") as refused:
-        build(planning.plan(options))
-    requests, context = asked_and_fitting(str(refused.value))
-    assert 2 <= requests < 40
-    assert 128 <= context < 131072
-    for changes, fits in (
-        ({"max_num_seqs": requests}, True),
-        ({"max_num_seqs": requests + 1}, False),
-        ({"max_model_len": context}, True),
-        ({"max_model_len": context + 128}, False),
-    ):
-        assert held(planning.plan(replace(options, **changes)), entries).fits == fits, changes
-    assert not (tmp_path / "out").exists()
-
-
-def test_what_no_setting_makes_fit_says_so(build, monkeypatch):
+def test_what_no_setting_makes_fit_says_so_before_anything_is_lowered(build, monkeypatch):
+    monkeypatch.setattr(derived, "results", None)
     monkeypatch.setattr(rank_memory, "_largest_partitioned", lambda plan: ())
     with pytest.raises(SpecError, match=r"No number of requests and no context fits: legal are a mesh of more ranks, narrower weights"):
         build(planning.plan(planning.Options(BIG, target="ascend-a3", mesh="tp=2", quantization="w4a8")))

@@ -39,30 +39,11 @@ def test_numbers_are_those_of_the_plan(tiny_checkpoint):
     assert tiny.stage_once(plan, Bucket("prefill", 1, 16)).partitioned.cost().flops > prefill.partitioned.cost().flops
 
 
-def test_what_is_asked_of_a_step_is_in_its_graph(tiny_checkpoint):
-    """Drafts and log probabilities, or neither."""
-    both = tiny.stage_once(tiny.planned(tiny_checkpoint), DECODE)
-    neither = tiny.stage_once(tiny.planned(tiny_checkpoint, num_speculative_tokens=0, max_logprobs=0), Bucket("decode", 2, 1))
-    outputs = {leaf.name: leaf.aval.shape for leaf in both.partitioned.signature.outputs}
-    assert outputs == {
-        "outputs.tokens": (2, 4), "outputs.counts": (2,), "outputs.drafts": (2, 3), "outputs.logits": (2, 4, tiny.VOCAB),
-        "outputs.chosen_logprobs": (2, 4), "outputs.top_ids": (2, 4, 20), "outputs.top_logprobs": (2, 4, 20),
-    }  # fmt: skip
-    assert {leaf.name for leaf in neither.partitioned.signature.outputs} == {"outputs.tokens", "outputs.counts", "outputs.logits"}
-    assert [leaf.name for leaf in neither.partitioned.signature.params if ".mtp." in leaf.name] == []
-    assert both.partitioned.cost().flops > 4 * neither.partitioned.cost().flops
-
-
 def test_a_bucket_is_lowered_for_the_backend_of_the_plan(tiny_checkpoint):
     for name in ("eager", "null"):
         staged = stages.stage(tiny.planned(tiny_checkpoint, backend=name), DECODE)
         assert staged.lowered.backend == name
         assert staged.texts["lowered"] == staged.lowered.as_text()
-
-
-def test_texts_are_read_back(tiny_checkpoint):
-    texts = tiny.stage_once(tiny.planned(tiny_checkpoint), DECODE).texts
-    assert stages.unpack_texts(stages.pack_texts(texts)) == texts
 
 
 def test_on_a_mesh_each_stage_is_one_ranks_and_no_whole_graph_is_traced(tiny_checkpoint):
