@@ -62,9 +62,8 @@ def test_the_notation_of_buckets_is_explained_where_it_is_refused_and_in_help(tm
         assert "unless the last three are in constant ratio" in " ".join(text.split())
 
 
-@pytest.mark.parametrize(("model", "error"), [("qwen9", "'qwen9' is neither a preset nor a directory"), ("qwen3.5-27b", "--backend null")])
-def test_what_is_no_model_is_named(tmp_path, model, error):
-    assert error in tiny.refused(tmp_path, "build", model)
+def test_what_is_no_model_is_named(tmp_path):
+    assert "'qwen9' is neither a preset nor a directory" in tiny.refused(tmp_path, "build", "qwen9")
 
 
 def test_a_place_that_cannot_be_written_is_named(tmp_path, tiny_checkpoint):
@@ -153,8 +152,6 @@ def test_what_npus_cannot_have_is_said_before_anything_is_built(tmp_path, plans,
     ("arguments", "message"),
     [
         (("--target", "ascend-a4"), "'ascend-a4' is not one of 'cpu', 'ascend-a3', 'ascend-a2'"),
-        (("--speculative-tokens", "8"), "8 is not in the range 0<=x<=7"),
-        (("--jobs", "0"), "0 is not in the range x>=1"),
         (("--deploy", SPLIT), "there is no option --deploy; did you mean --deployment?"),
     ],
 )

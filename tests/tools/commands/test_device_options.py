@@ -10,7 +10,6 @@ from click.testing import CliRunner
 from support import tiny
 
 from npucompile.lowering.device import KINDS
-from npucompile.tools.cli import main
 from npucompile.tools.commands import generate, serve
 from npucompile.tools.commands.device_options import device_options
 from npucompile.tools.ranks.executors import AUTO
@@ -55,10 +54,3 @@ def test_commands_pass_them_on(module, arguments, tmp_path, tiny_artifact, monke
     options = ("--device", "emulated", "--checkpoint", tmp_path, "--off", "nz")
     assert tiny.cli(tmp_path, name, tiny_artifact, *arguments, *options).exit_code == 1
     assert received == [(tiny_artifact, "emulated", tmp_path, tmp_path / "cache", {"nz"})]
-
-
-@pytest.mark.parametrize("name", ["serve", "generate"])
-def test_help_says_what_they_are(name):
-    text = " ".join(CliRunner().invoke(main, [name, "--help"]).stdout.split())
-    assert "--device [auto|cpu|npu|emulated]" in text
-    assert "--checkpoint DIRECTORY" in text

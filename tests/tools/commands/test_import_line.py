@@ -12,7 +12,6 @@ from support.launch_lines import LINE
 from npucompile.graphs.errors import SpecError
 from npucompile.tools.commands import build
 from npucompile.tools.commands.import_line import command
-from npucompile.tools.serve.lines import PAIRS_ITSELF, TOKEN
 
 
 def said(*words: str, text: str | None = None) -> str:
@@ -71,21 +70,3 @@ def test_a_build_that_no_rank_can_hold_is_not_said_to_be_planned(line):
     assert "No number of requests and no context fits: legal are a mesh of more ranks" in text
     (role,) = json.loads(said("--json", line))["roles"]
     assert (role["planned"], "too much" in role["problem"]) == (False, True)
-
-
-def test_a_part_of_serving_has_its_role_and_a_line_a_machine():
-    text = (
-        "sglang serve DeepSeek-V3.2-w8a8 --tp-size 32 --dp-size 8 --enable-dp-attention --nnodes 2 --disaggregation-mode decode "
-        "--max-running-requests 32 --cuda-graph-bs 1 2 3 4 --quantization modelslim --speculative-algorithm NEXTN --speculative-num-steps 3"
-    )
-    shown = said(text)
-    built, *served = json.loads(said("--json", text))["command"].splitlines()
-    assert built == "npucompile build deepseek-v3.2 --deployment dsv32-a3x32-pd-64k-1k-30ms --phase decode"
-    assert served == [
-        f"npucompile serve deepseek-v3.2-decode --role decode --prefill http://PREFILL:8000 --port 30000 "
-        f"--nnodes 2 --node-rank {rank} --master-addr HOST"
-        for rank in (0, 1)
-    ]
-    assert [line.strip() for line in shown.splitlines()[-5:]] == [built, *served, PAIRS_ITSELF, TOKEN]
-    assert "this is the published deployment dsv32-a3x32-pd-64k-1k-30ms (" in shown
-    assert "assumed: prefill servers: no line says where others reach them; put their addresses in place of PREFILL" in shown
