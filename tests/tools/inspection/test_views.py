@@ -79,19 +79,6 @@ def entry(artifact: Artifact, name: str = "decode-b4-q4") -> GraphEntry:
     return next(candidate for candidate in artifact.manifest.graphs if candidate.bucket.name == name)
 
 
-def test_the_ge_graph_is_shown_with_what_belongs_to_it(own_artifact):
-    artifact = device(own_artifact)
-    view = views.ge_graph(artifact, entry(artifact))
-    assert view.lines[2] == "layer00_full_attention/talk0 = HcomAllGather(x:0) group='tp' : bf16[8,64]"
-    assert view.data["text"] == "\n".join(view.lines) + "\n"
-    assert (view.data["stage"], view.data["bucket"], view.data["options"], view.data["outputs"]) == (
-        "ge",
-        "decode-b4-q4",
-        {"mode": "m"},
-        1,
-    )
-
-
 def test_a_bucket_without_a_ge_graph_says_what_it_is(own_artifact):
     artifact = device(own_artifact)
     with pytest.raises(SpecError, match="decode-b1-q4 is not compiled; --stage ge shows graphs built for NPUs"):

@@ -72,16 +72,6 @@ def test_a_checkpoint_that_is_quantised_is_built_and_served(name, tmp_path):
         assert list(completion.token_ids) == greedy.tolist()
 
 
-def test_a_stop_token_ends_the_output_and_is_not_in_it(executor):
-    (free,) = complete(executor, [[1, 2, 3]], GREEDY, 8, NO_STOP)
-    stop = free.token_ids[3]
-    first = free.token_ids.index(stop)
-    (cut,) = complete(executor, [[1, 2, 3]], GREEDY, 8, frozenset({stop}))
-    assert cut.token_ids == free.token_ids[:first]
-    assert cut.reason == "stop"
-    assert cut.completion_tokens == first + 1
-
-
 def test_a_step_that_fails_is_reported(executor, caplog):
     class Broken(tiny.Narrowed):
         def launch(self, bucket, inputs):

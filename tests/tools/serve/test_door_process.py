@@ -2,34 +2,26 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
 import os
 import signal
-import urllib.request
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from support import ranks, tiny
 from support.once import made_once
-from support.servers import Server
 
 from npucompile.graphs.errors import NpucompileError
 from npucompile.lowering.artifact.artifact import Artifact
 from npucompile.runtime.cpu_executor import CpuExecutor
-from npucompile.server.client import Client
 from npucompile.server.pictures.limits import MediaLimits
-from npucompile.server.run import Serving, serving
+from npucompile.server.run import Serving
 from npucompile.tools.serve.api_settings import ApiSettings
 from npucompile.tools.serve.door import DoorSettings
 from npucompile.tools.serve.doors import Doors
-from npucompile.tools.serve.serving import StartedEngine, start_engine, start_service
+from npucompile.tools.serve.serving import StartedEngine, start_engine
 
 SETTINGS = DoorSettings("127.0.0.1", Serving(), ApiSettings(), MediaLimits())
-PROMPT = "In the beginning"
 
 
 def built(out: Path) -> None:
@@ -39,49 +31,6 @@ def built(out: Path) -> None:
 @pytest.fixture(scope="module")
 def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made_once(tmp_path_factory, "door", built)
-
-
-def doors_of(server: Server) -> list[int]:
-    """The process that speaks with clients; none while another one is to begin."""
-    return [pid for pid in ranks.children_of(server.process.pid) if b"serve.door" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-
-
-def post(url: str, path: str, **body: Any) -> Any:
-    request = urllib.request.Request(f"{url}{path}", json.dumps(body).encode(), {"content-type": "application/json"})
-    with urllib.request.urlopen(request, timeout=60) as answer:
-        return json.load(answer)
-
-
-@pytest.fixture
-def server(artifact: Path) -> Iterator[Server]:
-    running = Server(artifact, "--api-servers", 1, "--no-build")
-    yield running
-    running.close()
-
-
-async def tokens_of(url: str, count: int) -> tuple[int, ...]:
-    async with await Client.connect(url) as client:
-        return (await client.create(PROMPT, max_output_tokens=count, ignore_eos=True).completion()).token_ids
-
-
-def test_it_answers_as_one_process_does_and_both_end_by_one_signal(server: Server, artifact: Path) -> None:
-    alone = start_service(Artifact.open(artifact), lambda: CpuExecutor(Artifact.open(artifact)))
-    try:
-        with serving(alone.service) as url:
-            expected = asyncio.run(tokens_of(url, 12))
-    finally:
-        alone.engine.stop(drain=False)
-    assert asyncio.run(tokens_of(server.url, 12)) == expected
-    shaped = post(
-        server.http, "/v1/completions", model="qwen3.5-tiny", prompt=PROMPT, max_tokens=8, structured_outputs={"choice": ["yes", "no"]}
-    )
-    assert shaped["choices"][0]["text"] in ("yes", "no")
-    assert "npucompile:generation_tokens_total" in server.metrics()
-    (door,) = doors_of(server)
-    server.process.send_signal(signal.SIGTERM)
-    status, output = server.ended(20)
-    assert (status, output) == (0, "")
-    assert not os.path.exists(f"/proc/{door}")
 
 
 def test_a_door_that_cannot_come_back_ends_the_server_and_is_not_started_for_ever(artifact: Path, tmp_path: Path) -> None:

@@ -9,10 +9,8 @@ import pytest
 
 from npucompile.models import registry
 from npucompile.tools.builder.deployments import deployment, deployments
-from npucompile.tools.builder.targets import target
 from npucompile.tools.commands import build, serve
-from npucompile.tools.ranks.nodes import TOKEN_VARIABLE, NodeOptions, node_config
-from npucompile.tools.serve.lines import NAMES, PAIRS_ITSELF, TOKEN, Server, lines_of, of_built, paired, replicas
+from npucompile.tools.serve.lines import NAMES, PAIRS_ITSELF, TOKEN, Server, lines_of, of_built, paired
 from npucompile.tools.serve.pairing import Pairing
 
 ROWS = [row for row in deployments().values() if row.phases]
@@ -92,18 +90,6 @@ def test_a_published_deployment_has_a_line_a_machine(row):
         ]
 
 
-@pytest.mark.parametrize("row", [row for row in ROWS if any(phase.nodes > 1 for phase in row.phases.values())], ids=lambda row: row.id)
-def test_machines_of_a_published_deployment_share_its_ranks(row):
-    for server in (server for server in lines_of(row).servers if len(server.machines) > 1):
-        mesh = row.phases["mixed" if server.role == "both" else server.role].mesh
-        npus = target(row.target).npus_per_node
-        for rank, line in enumerate(server.lines()):
-            params = serve.command.make_context("serve", shlex.split(line)[2:]).params
-            options = NodeOptions(params["nnodes"], params["node_rank"], params["master_addr"].replace(server.machines[0], "127.0.0.1"))
-            config = node_config(options, mesh, {TOKEN_VARIABLE: "token"}, 60, "127.0.0.1")
-            assert (config.rank, config.local_world_size, config.world_size) == (rank * npus, npus, mesh.size)
-
-
 @pytest.mark.parametrize("row", PAIRS, ids=lambda row: row.id)
 def test_a_published_pair_names_every_prefill_server(row):
     found = lines_of(row, {"prefill": "here/p", "decode": "here/d"})
@@ -153,14 +139,6 @@ def test_the_four_dense_deployments_may_be_replicas():
             *("--policy", "cache_aware", "--health-check-endpoint", "/ready", "--host", "127.0.0.1", "--port", "8000"),
         ]
     assert all(not lines_of(row, dense=False).replicas for row in ROWS)
-
-
-def test_replicas_listen_for_their_router_alone():
-    servers, router = replicas("a", 2, 1, "0.0.0.0", 9000)
-    assert [server.lines()[0] for server in servers] == [
-        f"ASCEND_RT_VISIBLE_DEVICES={number} npucompile serve a --port {9001 + number}" for number in (0, 1)
-    ]
-    assert router.endswith("--host 0.0.0.0 --port 9000")
 
 
 def test_a_build_says_what_serves_its_artifacts():

@@ -46,12 +46,6 @@ def test_a_line_shows_what_decides_a_build():
     assert "P:dp=8,tp=2 D:dp=16,tp=2" in split
 
 
-def test_columns_line_up():
-    lines = said("--model", "qwen3.5-397b").splitlines()
-    at = lines[0].index("buckets")
-    assert all(line[at - 1] == " " and line[at] != " " for line in lines[1:14])
-
-
 def test_teaches_how_to_build():
     assert f"npucompile build qwen3.5-397b --deployment {PUBLISHED}" in said()
     name = "qwen35-397b-a3x8-in16k-out1k-50ms"

@@ -13,7 +13,7 @@ from support.faulty import Opens
 
 from npucompile.graphs.errors import SpecError
 from npucompile.lowering.switches import AIV, BUCKETS, CAPTURE, KERNELS, NZ, RUN_AHEAD, SWITCHES
-from npucompile.tools.prove.bringup.bisect import FAILS, PASSES, Trial, advice, bisect, without_part
+from npucompile.tools.prove.bringup.bisect import FAILS, PASSES, Trial, advice, bisect
 from npucompile.tools.ranks.environment import EXPANSION_MODE
 
 
@@ -48,14 +48,6 @@ def test_weights_that_are_wrong_in_nz_alone(small_artifact, off):
     assert "decode-b1-q2: row 0 of group 0 has tokens" in trials[0].line
     (said,) = advice(small_artifact, "decode-b1-q2", trials)
     assert said.startswith(f"without nz nothing fails: {SWITCHES[NZ]}. npucompile serve {small_artifact.path} --off nz")
-
-
-@pytest.mark.long
-def test_where_none_helps_all_fail(small_artifact):
-    trials = tried(small_artifact, faulty.always, "decode-b1-q2")
-    assert [trial.off for trial in trials if trial.seconds] == ["", NZ, RUN_AHEAD, KERNELS]
-    assert {trial.outcome for trial in trials if trial.seconds} == {FAILS}
-    assert advice(small_artifact, "decode-b1-q2", trials)[0].startswith("no switch helps alone")
 
 
 def test_where_none_helps_it_says_what_to_look_at_next(small_artifact):
@@ -114,10 +106,3 @@ def test_what_cannot_be_bisected_is_refused(small_artifact):
 def test_the_page_of_the_day_on_hardware_has_every_switch():
     table = (Path(__file__).parents[4] / "docs" / "on-hardware.md").read_text().split("| `--off` | then |")[1].split("\n\n")[0]
     assert re.findall(r"^\| `(\S+)` \|", table, re.MULTILINE) == list(SWITCHES)
-
-
-def test_what_is_off_already_is_not_tried(small_artifact):
-    bringup = bringups.ladder(small_artifact)
-    bringup = replace(bringup, settings=replace(bringup.settings, off=frozenset({NZ})))
-    assert without_part(bringup, "decode-b1-q2", NZ) == "off already"
-    assert without_part(bringup, "decode-b1-q2", RUN_AHEAD) == ""
