@@ -9,6 +9,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from support.optional import PYTHON, RUNS_CLIENTS
 from support.scripted import MODEL, scripted
 from support.strict_template import STRICT, call
 
@@ -16,14 +17,10 @@ from npucompile.server.chat.format import ChatFormat
 from npucompile.server.chat.template import ChatTemplate
 
 HERE = Path(__file__).parent
-PYTHON = HERE.parents[1] / ".venv-clients" / "bin" / "python"
 END = 255
 """A byte that no text has ends outputs: the SDK's tools are strict, which takes grammars."""
 
-pytestmark = [
-    pytest.mark.long,
-    pytest.mark.skipif(not PYTHON.exists(), reason="`make clients` installs the clients that nobody here wrote; CI does"),
-]
+pytestmark = RUNS_CLIENTS
 
 
 def says(prompt: str) -> str:

@@ -12,18 +12,15 @@ from typing import Any
 import pytest
 import torch
 from support import bundled
+from support.optional import PYTHON, RUNS_CLIENTS
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from npucompile.models import registry
 
-PYTHON = Path(__file__).resolve().parents[2] / ".venv-clients" / "bin" / "python"
 CHECKPOINT = registry.find("qwen3.5-tiny").checkpoint_dir
 CONTEXT, GENERATED = 64, 8
 
-pytestmark = [
-    pytest.mark.long,
-    pytest.mark.skipif(not PYTHON.exists(), reason="`make clients` installs the clients that nobody here wrote; CI does"),
-]
+pytestmark = RUNS_CLIENTS
 
 CHOICES = [
     {"text": "In the beginning God created the heaven and the", "choices": [" earth", " sea of Galilee", " men"], "answer": 0},

@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
-from clients.test_routers import ASKED, BEARER, CANCELLED, KEY, MODULES, PROGRAMS, TEXT, metric, place, replica, until
+from clients.test_routers import ASKED, BEARER, CANCELLED, KEY, MODULES, PROGRAMS, TEXT, metric, replica, until
 from openai import APIStatusError, OpenAI
 from support import optional, ranks, tiny
 from support.servers import Server
@@ -30,7 +30,7 @@ class Pair:
 
     def __init__(self, artifact: Path, stack: contextlib.ExitStack) -> None:
         self.prefills = [stack.enter_context(replica(artifact, "--role", "prefill")) for _ in range(2)]
-        urls = ",".join(map(place, self.prefills))
+        urls = ",".join(server.http for server in self.prefills)
         self.decode = stack.enter_context(replica(artifact, "--role", "decode", "--prefill", urls))
         self.both = stack.enter_context(replica(artifact))
         until(lambda: metric(self.decode, "npucompile:kv_transfer_connections") == 2)
@@ -69,10 +69,10 @@ def client(request, pair, tmp_path_factory) -> Iterator[OpenAI]:
         "--prometheus-port",
         metrics,
         "--decode",
-        place(pair.decode),
+        pair.decode.http,
     ]
     for number, server in enumerate(pair.prefills):
-        command += ["--prefill", place(server), *([8998 + number] if router == "sglang-router" else [])]
+        command += ["--prefill", server.http, *([8998 + number] if router == "sglang-router" else [])]
     if router == "sglang-router":
         # A line as guides have it, with bootstrap ports, as `npucompile import` prints it.
         (role,) = import_text(shlex.join(["python", *map(str, command[1:])])).roles
@@ -101,7 +101,7 @@ def client(request, pair, tmp_path_factory) -> Iterator[OpenAI]:
 
 
 def direct(server: Server) -> OpenAI:
-    return OpenAI(base_url=f"{place(server)}/v1", api_key=KEY, max_retries=0)
+    return OpenAI(base_url=f"{server.http}/v1", api_key=KEY, max_retries=0)
 
 
 @pytest.mark.long
@@ -149,6 +149,6 @@ def test_a_client_that_leaves_ends_its_request(client, pair):
 @pytest.mark.long
 def test_a_prefill_server_that_is_not_the_decode_servers_own_is_refused(pair):
     body = {"prompt": "And God said", "bootstrap_host": "10.9.9.9", "bootstrap_port": 8998, "bootstrap_room": 5}
-    answer = httpx.post(f"{place(pair.decode)}/v1/completions", json=body, headers=BEARER)
+    answer = httpx.post(f"{pair.decode.http}/v1/completions", json=body, headers=BEARER)
     assert answer.status_code == 400
     assert "10.9.9.9:8998; legal are those of `npucompile serve --prefill`: http://" in answer.json()["error"]["message"]

@@ -6,14 +6,13 @@ import json
 import os
 import re
 import subprocess
-from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
 from support import pictured
-from support.optional import needs_module
+from support.optional import PYTHON, needs_module
 from support.published_pictures import encoded, picture
 from support.shown import data_url
 from support.videos import video
@@ -21,7 +20,6 @@ from support.videos import video
 from npucompile.server.pictures.decoding import decode
 from npucompile.server.pictures.video_file import read_video
 
-PYTHON = Path(__file__).resolve().parents[2] / ".venv-clients" / "bin" / "python"
 COUNT = 8
 
 pytestmark = pytest.mark.long

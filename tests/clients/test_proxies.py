@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
@@ -27,13 +27,7 @@ from npucompile.server.run import RunningServer, Serving, running
 RECIPES = Path(__file__).resolve().parents[2] / "docs" / "proxies"
 PROXY, CLIENT, OTHER = "127.0.0.1", "127.0.0.2", "127.0.0.3"
 SESSIONS = [f"session-{number}" for number in range(8)]
-
-
-def until(condition: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+until = functools.partial(ranks.eventually, seconds=60)
 
 
 @contextlib.contextmanager

@@ -7,10 +7,10 @@ sent): each is answered. The programs themselves run where `make clients` instal
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import subprocess
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ import httpx
 import pytest
 from openai import OpenAI, OpenAIError, Stream
 from openai.types import Completion
-from support import bundled, ranks, tiny
+from support import bundled, optional, ranks, tiny
 from support.servers import Server
 
 BODIES = json.loads(Path(__file__).with_name("routed.json").read_text(encoding="utf-8"))
@@ -48,7 +48,7 @@ def test_bodies_that_routers_made_are_answered(url, entry):
         assert last.get("tokens") or last.get("choices") or last["usage"]["completion_tokens"] > 0
 
 
-PROGRAMS = Path(__file__).resolve().parents[2] / ".venv-clients" / "routers"
+PROGRAMS = optional.CLIENTS / "routers"
 MODULES = {"sglang-router": "sglang_router", "smg": "smg", "vllm-router": "vllm_router"}
 """Module of each router that tests/clients/routers.txt names."""
 
@@ -58,23 +58,12 @@ ASKED = {"model": "tiny", "max_tokens": 6, "temperature": 0}
 KEY = "key-of-all"
 BEARER = {"Authorization": f"Bearer {KEY}"}
 CANCELLED = 'npucompile:requests_finished_total{reason="cancelled"}'
-
-
-def until(condition: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+until = functools.partial(ranks.eventually, seconds=60)
 
 
 def metric(server: Server, name: str) -> float:
-    lines = httpx.get(f"{place(server)}/metrics", headers=BEARER).text.splitlines()
+    lines = httpx.get(f"{server.http}/metrics", headers=BEARER).text.splitlines()
     return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"{name} "))
-
-
-def place(server: Server) -> str:
-    """Its URL without a path."""
-    return server.url.replace("ws:", "http:").removesuffix("/v1/responses")
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +109,7 @@ def healthy(url: str) -> set[str]:
 @contextlib.contextmanager
 def routed(router: str, folder: Path, policy: str, *servers: Server, **more: object) -> Iterator[OpenAI]:
     """A client of a router that has found these servers; `more` are options of the router."""
-    port, metrics, urls = ranks.free_port(), ranks.free_port(), [place(server) for server in servers]
+    port, metrics, urls = ranks.free_port(), ranks.free_port(), [server.http for server in servers]
     python = PROGRAMS / router / "bin" / "python"
     options = {
         "--host": "127.0.0.1",
@@ -162,7 +151,7 @@ def test_answers_are_those_of_a_server_and_a_client_that_leaves_ends_its_request
     messages: Any = [{"role": "user", "content": "Who made the light?"}]
     with (
         routed(router, tmp_path, "round_robin", *replicas) as client,
-        OpenAI(base_url=f"{place(replicas[0])}/v1", api_key=KEY) as direct,
+        OpenAI(base_url=f"{replicas[0].http}/v1", api_key=KEY) as direct,
     ):
         expected = direct.chat.completions.create(messages=messages, **ASKED).choices[0].message.content
         continued = direct.completions.create(prompt=TEXT, **ASKED).choices[0].text
@@ -231,7 +220,7 @@ def test_a_replica_that_is_leaving_gets_nothing_new_and_refuses_nobody(router, a
     ):
         url = str(client.base_url).removesuffix("/v1/")
         leaver.process.terminate()
-        until(lambda: client.completions.create(prompt="a", **ASKED) and place(leaver) not in healthy(url))
+        until(lambda: client.completions.create(prompt="a", **ASKED) and leaver.http not in healthy(url))
         count = metric(leaver, "npucompile:prompt_tokens_total")
         assert count > 0
         for _ in range(4):

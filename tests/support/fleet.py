@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import threading
-import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from support import ranks
 from support.texts import byte_codec
 
 from npucompile.lowering.artifact.artifact import Artifact
@@ -162,9 +163,4 @@ def started(executor: Any) -> Engine:
     return engine
 
 
-def until(condition: Callable[[], bool], seconds: float = LONGEST_S) -> None:
-    """Waits for something that other threads bring about."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+until = functools.partial(ranks.eventually, seconds=LONGEST_S)

@@ -10,8 +10,17 @@ import importlib.util
 import os
 import shutil
 import subprocess
+from pathlib import Path
 
 import pytest
+
+CLIENTS = Path(__file__).resolve().parents[2] / ".venv-clients"
+"""Clients that nobody here wrote, and the tests that run them."""
+PYTHON = CLIENTS / "bin" / "python"
+RUNS_CLIENTS = [
+    pytest.mark.long,
+    pytest.mark.skipif(not PYTHON.exists(), reason="`make clients` installs the clients that nobody here wrote; CI does"),
+]
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 

@@ -1,24 +1,20 @@
-"""guidellm, unchanged, against the bundled model: every request succeeds, and every token is counted."""
+"""Load generators that nobody here wrote, unchanged, against the bundled model: guidellm, and SGLang's benchmark of serving."""
 
 from __future__ import annotations
 
 import json
 import os
 import subprocess
-from pathlib import Path
 
 import pytest
 from support import bundled
+from support.optional import PYTHON, RUNS_CLIENTS
 
 from npucompile.models import registry
 
-PYTHON = Path(__file__).resolve().parents[2] / ".venv-clients" / "bin" / "python"
 REQUESTS, TOKENS = 6, 8
 
-pytestmark = [
-    pytest.mark.long,
-    pytest.mark.skipif(not PYTHON.exists(), reason="`make clients` installs the clients that nobody here wrote; CI does"),
-]
+pytestmark = RUNS_CLIENTS
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +25,7 @@ def url(tmp_path_factory):
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
-def test_every_request_succeeds_and_every_token_is_counted(url, tmp_path, path):
+def test_guidellm_counts_every_token(url, tmp_path, path):
     report = tmp_path / "report.json"
     options = {
         "--backend": f"kind=openai_http,target={url},model=qwen3.5-tiny,request_format={path}",
@@ -46,3 +42,19 @@ def test_every_request_succeeds_and_every_token_is_counted(url, tmp_path, path):
     metrics = json.loads(report.read_text())["benchmarks"][0]["metrics"]
     assert (metrics["request_totals"]["successful"], metrics["request_totals"]["errored"]) == (REQUESTS, 0), run.stderr
     assert metrics["output_token_count"]["successful"]["total_sum"] == REQUESTS * TOKENS
+
+
+@pytest.mark.parametrize("backend", ["sglang", "sglang-oai-chat", "vllm"])
+def test_sglang_bench_serving_counts_every_token(url, tmp_path, backend):
+    report = tmp_path / "report.jsonl"
+    options = {
+        "--backend": backend, "--base-url": url, "--model": "qwen3.5-tiny", "--tokenizer": registry.find("qwen3.5-tiny").checkpoint_dir,
+        "--dataset-name": "random-ids", "--random-input-len": 24, "--random-output-len": TOKENS, "--random-range-ratio": 1,
+        "--num-prompts": REQUESTS, "--max-concurrency": 3, "--warmup-requests": 1, "--output-file": report,
+    }  # fmt: skip
+    command = [PYTHON, "-m", "sglang.bench_serving", *(str(part) for option in options.items() for part in option)]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path, env={**os.environ, "HF_HUB_OFFLINE": "1"})
+    assert run.returncode == 0, run.stdout + run.stderr
+    (result,) = (json.loads(line) for line in report.read_text().splitlines())
+    assert (result["completed"], result["total_output_tokens"]) == (REQUESTS, REQUESTS * TOKENS), run.stdout
+    assert 0 < result["mean_ttft_ms"] < result["mean_e2e_latency_ms"]
