@@ -208,11 +208,7 @@ def _say(wanted: Wanted, hub: str, cache: Path, progress: Progress) -> None:
 
 
 def _check_digests(files: list[Path], progress: Progress) -> None:
-    """Compares what was fetched with the digests by which the cache names it; files that are named otherwise have none.
-
-    Raises:
-        CheckpointError: one differs; it is removed, so that the next try fetches it again.
-    """
+    """Compares what was fetched with the digests by which the cache names it; files that are named otherwise have none."""
     named = [(file, file.resolve()) for file in files if _SHA256.fullmatch(file.resolve().name)]
     with progress.byte_bar("checking digests, MB", sum(blob.stat().st_size for _, blob in named)) as bar:
         for file, blob in named:

@@ -198,11 +198,7 @@ def _checked(differences: Differences, tolerance: Tolerance, what: str, *, of_ex
 
 
 def _single(manifest: Manifest, bucket: Bucket) -> GraphEntry:
-    """The entry of one row of a bucket.
-
-    Raises:
-        ArtifactError: there is none.
-    """
+    """The entry of one row of a bucket."""
     wanted = Bucket(bucket.kind, 1, bucket.q_len)
     for entry in (*manifest.graphs, *manifest.references):
         if entry.bucket == wanted:

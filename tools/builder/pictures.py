@@ -100,11 +100,7 @@ def _too_small(processor: PictureProcessor, sizes: Sequence[EncodeSize]) -> str:
 
 
 def _asked(plan: Plan) -> tuple[EncodeSize, ...] | None:
-    """Sizes that options name; None where they leave the choice.
-
-    Raises:
-        SpecError: they contradict each other.
-    """
+    """Sizes that options name; None where they leave the choice."""
     options = plan.options
     if options.language_model_only and options.encode:
         raise SpecError(f"--language-model-only and --encode {format_encode(options.encode)}; legal is one of them")

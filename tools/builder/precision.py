@@ -112,11 +112,7 @@ def sliced_over(plan: Plan) -> int:
 
 
 def _tells_experts(plan: Plan) -> bool:
-    """Whether steps return the experts of their tokens.
-
-    Raises:
-        SpecError: no ranks share whole experts, so that nothing could be placed by it.
-    """
+    """Whether steps return the experts of their tokens."""
     experts = getattr(plan.source.model.config, "num_experts", 0)
     shared = plan.mesh.size > 1 and plan.expert_parallel and experts
     if plan.options.expert_counts and not shared:
@@ -125,11 +121,7 @@ def _tells_experts(plan: Plan) -> bool:
 
 
 def _expert_placement(plan: Plan) -> ExpertPlacement | None:
-    """Where a map puts the experts of the plan's model.
-
-    Raises:
-        SpecError: the map cannot be read, or is of another model or for other ranks.
-    """
+    """Where a map puts the experts of the plan's model."""
     if plan.options.expert_map is None:
         return None
     model, ranks = replace(plan.source.model, drafting=plan.limits.drafts > 0), plan.mesh.size if plan.expert_parallel else 1
@@ -137,12 +129,7 @@ def _expert_placement(plan: Plan) -> ExpertPlacement | None:
 
 
 def _formats_of(plan: Plan) -> Formats:
-    """The formats of a checkpoint that is quantised, else those of the scheme; a draft model of its own stays float.
-
-    Raises:
-        SpecError: a scheme for a checkpoint that is quantised already.
-        CheckpointError: the checkpoint's description cannot be read.
-    """
+    """The formats of a checkpoint that is quantised, else those of the scheme; a draft model of its own stays float."""
     source, scheme = plan.source, plan.quantization
     formats = formats_in(source.checkpoint_dir, decodes_only=plan.phase == "decode") if source.checkpoint_dir else None
     if formats is None:
@@ -185,11 +172,7 @@ def choose_kv_cache(requested: str, formats: Formats, dtype: torch.dtype) -> For
 
 
 def _sent_back_as_int8(formats: Formats, plan: Plan) -> Formats:
-    """The formats with int8 for what experts send back.
-
-    Raises:
-        SpecError: nothing is dispatched to experts that read int8, or the target's combine sends none.
-    """
+    """The formats with int8 for what experts send back."""
     rounded = [form for pattern, form in formats.rules if "experts" in pattern and form not in UNROUNDED]
     spread = plan.expert_parallel and plan.mesh.size > 1 and plan.target.dispatches
     if plan.target.chip != "ascend910_93" or not (spread and rounded):

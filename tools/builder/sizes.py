@@ -149,11 +149,7 @@ def say_length(plan: Plan) -> Plan:
 
 
 def _capped(limits: Limits, tokens: int | None) -> Limits:
-    """Limits with pages for at most so many cached tokens.
-
-    Raises:
-        SpecError: they would not hold one request.
-    """
+    """Limits with pages for at most so many cached tokens."""
     if tokens is None:
         return limits
     if tokens < limits.max_model_len:
@@ -162,11 +158,7 @@ def _capped(limits: Limits, tokens: int | None) -> Limits:
 
 
 def _batches(sizes: tuple[int, ...], most: int | None) -> tuple[list[int], int]:
-    """Decode batch sizes in order, and the number of requests in flight.
-
-    Raises:
-        SpecError: there are no sizes, or one is larger than the number of requests.
-    """
+    """Decode batch sizes in order, and the number of requests in flight."""
     batches = sorted(set(sizes))
     if not batches:
         raise SpecError("no decode buckets; legal is at least one batch size, as in --buckets 1,2,4")

@@ -40,11 +40,7 @@ def config_file(groups: Mapping[str, Sequence[str]]) -> Callable[[Callable[..., 
 
 
 def _read(ctx: click.Context, param: click.Parameter, file: Path | None) -> None:
-    """Makes the options of a file the defaults of a command.
-
-    Raises:
-        SpecError: it is no TOML, names what is no option, or has a value that the option does not take.
-    """
+    """Makes the options of a file the defaults of a command."""
     if file is None:
         return
     try:
@@ -65,11 +61,7 @@ def _read(ctx: click.Context, param: click.Parameter, file: Path | None) -> None
 
 
 def _taken(ctx: click.Context, option: click.Option, value: Any) -> Any:
-    """A value as click takes a default. Numbers are read as they would be typed, so that 1.5 is no whole number.
-
-    Raises:
-        click.BadParameter: the option does not take it.
-    """
+    """A value as click takes a default. Numbers are read as they would be typed, so that 1.5 is no whole number."""
     if option.is_flag:
         if not isinstance(value, bool):
             raise click.BadParameter("legal are true and false")

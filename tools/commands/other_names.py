@@ -91,11 +91,7 @@ def renamed(command: str, args: list[str]) -> list[str]:
 
 
 def _mesh(ranks: Mapping[str, str], others: list[str]) -> list[str]:
-    """`--mesh` for the two sizes.
-
-    Raises:
-        SpecError: both are more than 1, which the engines mean differently, or the mesh is given too.
-    """
+    """`--mesh` for the two sizes."""
     if not ranks:
         return []
     tp, dp = ranks.get("tp", "1"), ranks.get("dp", "1")

@@ -118,11 +118,7 @@ def _joined(argument: str, path: str) -> str:
 
 
 def _avals(name: str, argument: str, value: Tree) -> Tree:
-    """A tree of avals.
-
-    Raises:
-        SpecError: a leaf is neither an aval nor a tensor.
-    """
+    """A tree of avals."""
 
     def aval(path: str, leaf: object) -> Aval:
         what = f"{name}: {_joined(argument, path)}"

@@ -271,11 +271,7 @@ class _Running(BatchSink):
             self._engine.release()
 
     def feed(self, events: Sequence[Event]) -> Iterator[Delta]:
-        """What events add.
-
-        Raises:
-            RequestError: a request failed.
-        """
+        """What events add."""
         for event in events:
             for number, output in self._generation.feed(event):
                 if isinstance(output, TextDelta):
@@ -299,11 +295,7 @@ class _Running(BatchSink):
 
 
 def _several(prompts: Prompts) -> Sequence[Prompt]:
-    """One or several prompts as several; a list of token ids is one.
-
-    Raises:
-        RequestError: they are neither.
-    """
+    """One or several prompts as several; a list of token ids is one."""
     if not isinstance(prompts, Sequence):
         raise RequestError(f"prompts is {prompts!r}; legal is text, a list of token ids, or a list of these", param="prompts")
     if isinstance(prompts, str) or (prompts and all(isinstance(part, int) for part in prompts)):
@@ -322,11 +314,7 @@ def _integers(values: object) -> bool:
 
 
 def _options(sampling: Sampling | None, options: GenerateOptions) -> GenerationOptions:
-    """How prompts are completed.
-
-    Raises:
-        RequestError: there is no such option.
-    """
+    """How prompts are completed."""
     legal = GenerateOptions.__annotations__
     if strange := sorted(set(options) - set(legal)):
         raise RequestError(f"there is no option {', '.join(strange)}; legal are {', '.join(legal)}", param=strange[0])

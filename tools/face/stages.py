@@ -88,11 +88,7 @@ class _Stage:
 @dataclass(frozen=True, repr=False)
 class _NotCompiled(_Stage):
     def __call__(self, *arguments: Tree) -> NoReturn:
-        """Refuses a call.
-
-        Raises:
-            SpecError: always.
-        """
+        """Refuses a call."""
         stage_name = type(self).__name__.lower()
         legal = "what .partition(mesh, rules).lower(target).compile() returns"
         raise SpecError(f"{self.call.name} is {stage_name} and not compiled; legal is to call {legal}")
@@ -311,11 +307,7 @@ def _mesh(mesh: Mesh | Mapping[str, int] | str) -> Mesh:
 
 
 def _rules(rules: Rules | Mapping[str, str | tuple[str, ...]], mesh: Mesh) -> Rules:
-    """The rules, all of whose axes are the mesh's.
-
-    Raises:
-        SpecError: naming a rule with another axis.
-    """
+    """The rules, all of whose axes are the mesh's."""
     chosen = rules if isinstance(rules, Rules) else Rules.of(rules)
     own = [name for name, _ in mesh.axes]
     for logical, names in chosen.table:

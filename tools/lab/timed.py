@@ -77,11 +77,7 @@ def read_bringup(path: Path, context: int) -> list[TimedStep]:
 
 
 def _bucket_named(name: str) -> Bucket:
-    """The bucket of a name such as decode-b4-q1.
-
-    Raises:
-        SpecError: it is none.
-    """
+    """The bucket of a name such as decode-b4-q1."""
     parts = name.split("-")
     if len(parts) != 3 or parts[1][:1] != "b" or parts[2][:1] != "q" or not (parts[1][1:] + parts[2][1:]).isdecimal():
         raise SpecError(f"{name!r} is no bucket; legal is a name as decode-b4-q1")

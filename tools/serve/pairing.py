@@ -175,11 +175,7 @@ def transfer_ports(port: int | None, artifact: Artifact) -> tuple[int, int]:
 
 
 def _own_address(url: str) -> str:
-    """The address of this machine on the route to a server.
-
-    Raises:
-        SpecError: its name is not known, or there is no route.
-    """
+    """The address of this machine on the route to a server."""
     parts = urlsplit(url)
     try:
         kind, *_, address = socket.getaddrinfo(parts.hostname, parts.port or 80, type=socket.SOCK_DGRAM)[0]

@@ -352,11 +352,7 @@ def _lists(
 
 
 def _read(place: str) -> str:
-    """The text of a file or of a URL.
-
-    Raises:
-        SpecError: it cannot be read.
-    """
+    """The text of a file or of a URL."""
     if "://" not in place:
         if not (path := file_named(place)):
             raise SpecError(f"--metrics {place}: no such file; legal is a file, or the URL of a server's /metrics")

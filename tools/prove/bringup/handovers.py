@@ -77,9 +77,6 @@ class Handovers(NamedTuple):
 
         Args:
             decodes: whether there are decode buckets; else pages of another prompt are overwritten.
-
-        Raises:
-            HandoverError: bytes did not arrive, or others.
         """
         parked: dict[str, ParkedEvent] = {}
         arrived = threading.Event()
