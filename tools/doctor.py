@@ -184,10 +184,6 @@ def _cann(environment: Environment) -> tuple[str, str] | None:
     return (path, "") if path else None
 
 
-def _stub_compiler(environment: Environment) -> tuple[str, str] | None:
-    return None if _cann(environment) else (find_compiler(), "")
-
-
 def _cann_runtime(environment: Environment) -> tuple[str, str] | None:
     advice = "to run on NPUs, install CANN and source its set_env.sh; building does without"
     return None if _cann(environment) else ("none; stub libraries stand in for it when building", advice)
@@ -210,7 +206,7 @@ CHECKS = (
     Check("temporary files", "cpu", _temporary),
     Check("torch_npu extra", "ascend", _extra),
     Check("CANN", "ascend", _cann),
-    Check("C compiler for stub CANN libraries", "ascend", _stub_compiler),
+    Check("C compiler for stub CANN libraries", "ascend", lambda environment: None if _cann(environment) else (find_compiler(), "")),
     Check("CANN runtime", "npu", _cann_runtime),
     Check("NPU devices", "npu", _npus),
 )

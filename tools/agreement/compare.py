@@ -74,7 +74,8 @@ def differences_of(
     for live in case.live:
         row, names = live.row, [name for name in LOGITS if name in expected and (name == "logits" or live.row in same)]
         logits.append(max((measure([pair(name, row)]) for name in names), default=0.0))
-        main = {position: _of_main_layers(leaf) for position, leaf in written.items()}
+        # Whether a pool belongs to the model's own layers, which write all candidates of a step, accepted or not.
+        main = {position: leaf.path.startswith("layers.") for position, leaf in written.items()}
         compared = [position for position, own in main.items() if own or row in same]
         error = max((measure(values(position, live, not main[position])) for position in compared), default=0.0)
         broken = "finite" in expected and expected["finite"][row] != actual["finite"][row]
@@ -106,11 +107,6 @@ def _has_strays(case: PoisonedStep, leaf: Leaf, pool: torch.Tensor) -> bool:
     if leaf.aval.axes[0] in case.kind.reads or not (written := case.written(leaf)):
         return False
     return not bool(pool[sorted({*range(len(pool))} - {*written})].isnan().all())
-
-
-def _of_main_layers(leaf: Leaf) -> bool:
-    """Whether a pool belongs to the model's own layers, which write all candidates of a step, accepted or not."""
-    return leaf.path.startswith("layers.")
 
 
 def live_values(leaf: Leaf, row: LiveRow, pool: torch.Tensor, accepted: int | None = None) -> list[torch.Tensor]:

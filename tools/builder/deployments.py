@@ -27,7 +27,6 @@ UNCHUNKED = 4096
 POOL_TOKENS = 2**19
 """Most cached tokens of a group where the published engine takes all memory that is left; see `limits_for`."""
 
-PHASES = ("mixed", "prefill", "decode")
 _CHUNK_MULTIPLE = 128
 
 
@@ -233,7 +232,7 @@ def prefill_chunk(deployment: Deployment) -> int:
     most = min(MAX_CHUNK, group_chunk(deployment, phase) or (MAX_CHUNK if phase.context_parallel else UNCHUNKED))
     if deployment.input_len is not None:
         parts = -(-deployment.input_len // most)
-        most = min(most, _round_up(-(-deployment.input_len // parts), _CHUNK_MULTIPLE))
+        most = min(most, -(-deployment.input_len // (parts * _CHUNK_MULTIPLE)) * _CHUNK_MULTIPLE)
     elif phase.context_len is not None:
         most = min(most, phase.context_len)
     return max(most // _CHUNK_MULTIPLE, 1) * _CHUNK_MULTIPLE
@@ -267,10 +266,6 @@ def prefilling(deployment: Deployment) -> Phase:
 
 def _pages(tokens: int, page_size: int) -> int:
     return -(-tokens // page_size)
-
-
-def _round_up(size: int, multiple: int) -> int:
-    return -(-size // multiple) * multiple
 
 
 def _deployment(row: dict[str, Any]) -> Deployment:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from ...graphs.ops import fused_experts
 from ...graphs.steps.prefill import PREFILL
 from ...graphs.steps.table import kind_of
-from ...graphs.types import WORLD, Bucket, Leaf, Signature
+from ...graphs.types import WORLD, Bucket, Signature
 from ...lowering.artifact.artifact import GraphEntry, Manifest
 from ...lowering.collectives_check import EXPERT_GROUPS
 from ...models import expert_placement, programs
@@ -33,7 +33,7 @@ def rank_memory(plan: Plan, leaves: Manifest | Signature, entries: Sequence[Grap
         plan.target,
         plan.limits,
         peak_bytes=max((entry.memory["peak_bytes"] for entry in entries), default=0),
-        inputs_bytes=max((_bytes((*entry.inputs, *entry.outputs)) for entry in entries), default=0),
+        inputs_bytes=max((sum(leaf.aval.nbytes for leaf in (*entry.inputs, *entry.outputs)) for entry in entries), default=0),
         communicators=memory.communicators(plan.mesh, _groups(entries), _dispatch_window(plan), _fused_window(plan)),
         fused_bytes=_fused_workspace(plan),
         draft=f"params.{plan.model.family.draft_key}.",
@@ -136,10 +136,6 @@ def _rank_tokens(plan: Plan, fused: bool) -> Iterator[int]:
             yield tokens
         if plan.limits.drafts and not fused:
             yield share(bucket, bucket.batch, tp)
-
-
-def _bytes(leaves: tuple[Leaf, ...]) -> int:
-    return sum(leaf.aval.nbytes for leaf in leaves)
 
 
 def fit_prompts(plan: Plan) -> Plan:

@@ -56,14 +56,10 @@ def _record(option: click.Parameter, ctx: click.Context) -> tuple[str, str] | No
     if record is None:
         return None
     name, said = record
-    return plain(name), _without_range(said)
+    # The range stands behind a default or in a bracket of its own.
+    return plain(name), re.sub(rf"\s*\[{RANGE}\]", "", re.sub(rf"; {RANGE}\]", "]", said))
 
 
 def plain(metavar: str) -> str:
     """What an option takes, in a letter where it is a number."""
     return metavar.replace("INTEGER RANGE", "N").replace("FLOAT RANGE", "X")
-
-
-def _without_range(said: str) -> str:
-    """A line without the range, which stands behind a default or in a bracket of its own."""
-    return re.sub(rf"\s*\[{RANGE}\]", "", re.sub(rf"; {RANGE}\]", "]", said))

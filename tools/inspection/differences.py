@@ -43,7 +43,8 @@ def differences(a: Artifact, b: Artifact, bucket: str | None = None) -> dict[str
     if bucket is not None:
         entries = [{name: entry for name, entry in mine.items() if views.is_named(entry, bucket)} for mine in entries]
         if not any(entries):
-            raise SpecError(f"neither artifact has bucket {bucket!r}; they have {', '.join(_names(a, b))}")
+            names = dict.fromkeys(entry.bucket.name for artifact in (a, b) for entry in artifact.manifest.graphs)
+            raise SpecError(f"neither artifact has bucket {bucket!r}; they have {', '.join(names)}")
     sections = _sections(a.manifest, b.manifest)
     buckets = {}
     for name in dict.fromkeys((*entries[0], *entries[1])):
@@ -52,10 +53,6 @@ def differences(a: Artifact, b: Artifact, bucket: str | None = None) -> dict[str
         elif changed := _graph(a, entries[0][name], b, entries[1][name], aside=bool(sections)):
             buckets[name] = changed
     return {"a": str(a.path), "b": str(b.path), "equal": not sections and not buckets, "fields": sections, "buckets": buckets}
-
-
-def _names(*artifacts: Artifact) -> list[str]:
-    return list(dict.fromkeys(entry.bucket.name for artifact in artifacts for entry in artifact.manifest.graphs))
 
 
 def _sections(a: Manifest, b: Manifest) -> dict[str, dict[str, Pair]]:

@@ -19,7 +19,6 @@ HOSTS = {BOTH: "HOST", PREFILL: "PREFILL", DECODE: "DECODE"}
 PORTS = {BOTH: PORT, PREFILL: PORT, DECODE: PORT + 1}
 """Those of the published scripts."""
 
-ROUTER_PORT = 6688
 PAIRS_ITSELF = "no router is needed: a decode server chooses one of its prefill servers itself"
 TOKEN = "the machines of one server need the same token: $NPUCOMPILE_RANK_TOKEN, or --rank-token FILE"
 NAMES = "names in capitals stand for addresses; a server that others reach by a name needs --allowed-host NAME"

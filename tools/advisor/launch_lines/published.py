@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from ....graphs.types import Mesh
 from ...builder.deployments import Deployment, Phase, deployments
 from .facts import Facts
 
@@ -50,11 +49,8 @@ def matching(facts: Facts, model: str | None, target: str | None) -> list[tuple[
 
 def _same(published: Phase, line: Phase) -> bool:
     fields = ("max_running_requests", "buckets", "num_speculative_tokens", "max_total_tokens", "context_len", "chunk_len")
-    return _same_mesh(published.mesh, line.mesh) and all(getattr(published, name) == getattr(line, name) for name in fields)
-
-
-def _same_mesh(one: Mesh, other: Mesh) -> bool:
-    return (one.axis("dp"), one.axis("tp")) == (other.axis("dp"), other.axis("tp"))
+    same_mesh = all(published.mesh.axis(name) == line.mesh.axis(name) for name in ("dp", "tp"))
+    return same_mesh and all(getattr(published, name) == getattr(line, name) for name in fields)
 
 
 def _same_scheme(row: Deployment, facts: Facts) -> bool:

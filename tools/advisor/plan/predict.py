@@ -132,7 +132,7 @@ def _summary(case: Case, p: Parameters, table: StepTable, pool: float, trace: Tr
         "ttft_ms": seen.ttft_ms.mean,
         "e2e_ms": seen.e2e_ms.mean,
     }
-    sd = _deviations(case)
+    sd = {name: max(UNCALIBRATED, sd) if uncalibrated(case) else sd for name, sd in CALIBRATED.items()}
     interval = {name: _around(value, sd[name]) for name, value in centre.items()}
     return Prediction(**vars(seen), parts_ms=parts, interval=interval, binding=binding, why=why, memory=memory_of(case, pool),
                       step_ms=step_ms, assumed=case.assumed)  # fmt: skip
@@ -201,10 +201,6 @@ def uncalibrated(case: Case) -> str:
     if layout.fused and layout.ranks >= _FUSED_RANKS and rows > _FUSED_TOKENS:
         return "fused expert exchange"
     return ""
-
-
-def _deviations(case: Case) -> dict[str, float]:
-    return {name: max(UNCALIBRATED, sd) if uncalibrated(case) else sd for name, sd in CALIBRATED.items()}
 
 
 def _around(value: float, sd: float) -> tuple[float, float]:

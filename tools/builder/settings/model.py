@@ -26,10 +26,6 @@ def default_widths(several: bool, drafts: int) -> tuple[int, ...]:
     return tuple(sorted({1, min(2, most), most})) if several else (most,)
 
 
-def _scheme_by(plan: Any, quantised: bool) -> str:
-    return ROW if plan.deployment else CHECKPOINT if quantised else DEFAULT
-
-
 def _cache_by(plan: Any, quantised: bool) -> str:
     if plan.deployment and not quantised and plan.model.config.variant.formats.kv_cache:
         return ROW
@@ -102,7 +98,7 @@ QUANTIZATION = Setting(
     "Parameter quantization.  [default: none, or the deployment's]",
     lambda plan: plan.quantization if plan.mesh.size > 1 or not plan.target.local else "",
     legal=SCHEMES,
-    by=_scheme_by,
+    by=lambda plan, quantised: ROW if plan.deployment else CHECKPOINT if quantised else DEFAULT,
     recorded=lambda recorded: "checkpoint" if recorded.manifest.formats.get("stored") else recorded.manifest.quantization,
     what=lambda value, recorded: _stored(value),
     change="weights take less memory and time, and the model's answers change a little",

@@ -19,14 +19,6 @@ def _for_devices(plan: Any, value: object) -> object:
     return value if plan.mesh.size > 1 or not plan.target.local else ""
 
 
-def _on_ranks(value: str, ranks: int) -> str:
-    return f"It runs on {ranks} rank{'' if ranks == 1 else 's'}" + (f", mesh {value}." if ranks > 1 else ".")
-
-
-def _read_packages(text: str) -> tuple[str, ...]:
-    return tuple(name.strip() for name in text.split(",") if name.strip())
-
-
 DEPLOYMENT = Setting(
     "deployment",
     "Published deployment to take target, mesh and sizes from; see `npucompile deployments`.",
@@ -63,7 +55,7 @@ MESH = Setting(
     lambda plan: _for_devices(plan, str(plan.mesh) if plan.mesh.axes else ""),
     by=by_row,
     recorded=lambda recorded: recorded.manifest.mesh,
-    what=lambda value, recorded: _on_ranks(value, recorded.ranks),
+    what=lambda value, recorded: f"It runs on {recorded.ranks} ranks, mesh {value}." if recorded.ranks > 1 else "It runs on 1 rank.",
     change="more ranks in tp make a step shorter, more groups in dp take more requests",
     explained=3,
 )
@@ -127,7 +119,7 @@ PACKAGES = Setting(
     "operator-packages",
     f"For NPUs: packages with operators of their own that are installed where it runs, of {', '.join(OPERATOR_PACKAGES)}.",
     lambda plan: ",".join(plan.platform.packages) if plan.platform.chip else "",
-    read=_read_packages,
+    read=lambda text: tuple(name.strip() for name in text.split(",") if name.strip()),
     extra={"metavar": "LIST", "default": ""},
     recorded=lambda recorded: ",".join(recorded.manifest.platform.get("packages") or ()) or None,
     what=lambda value, recorded: f"Operators of {value} are used.",

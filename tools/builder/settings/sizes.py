@@ -34,11 +34,6 @@ _CHUNK = "legal is --prefill, with tokens of one prompt in one dp group, as in -
 _MEMORY = "memory is planned in bytes, not by a share; --kv-cache-memory bounds the pages of a rank, --max-total-tokens those of a dp group"
 
 
-def _read_buckets(text: str) -> tuple[int, ...] | str:
-    """Sizes; `auto` is read later, when model and deployment are known."""
-    return text if text.partition(":")[0] == "auto" else parse_buckets(text)
-
-
 def _of_kind(plan: Any, kind: str) -> list[Any]:
     """The buckets of a kind of steps, smallest first."""
     from ....graphs.steps import table  # Late: it loads torch, and `--help` needs none.
@@ -67,7 +62,8 @@ BUCKETS = Setting(
     "Decode batch sizes (of one dp group), e.g. 2,4,...,64; auto: for the deployment's traffic, auto:FILE: `plan --buckets-out FILE`.  "
     f"[default: {format_buckets(DEFAULT_BUCKETS)}, on this machine what memory has room for of {format_buckets(CPU_BUCKETS)}, {_OR_ROW}",
     lambda plan: ",".join(map(str, dict.fromkeys(bucket.batch for bucket in _of_kind(plan, "DECODE")))),
-    read=_read_buckets,
+    # `auto` is read later, when model and deployment are known.
+    read=lambda text: text if text.partition(":")[0] == "auto" else parse_buckets(text),
     extra={"metavar": "LIST"},
     by=lambda plan, quantised: PLAN if plan.target.local and not plan.deployment else by_row(plan, quantised),
     recorded=lambda recorded: recorded.decode,

@@ -95,9 +95,7 @@ class DeviceGraph:
             self._executable.switch_off(switches)
         self.nz_operands = self._executable.nz_operands
         self._memory = [self._place(i, operand) for i, operand in enumerate(operands)]
-        began = time.perf_counter()
         self._executable.compile(self._memory)
-        self.compile_s = time.perf_counter() - began
 
     def _place(self, index: int, operand: torch.Tensor) -> torch.Tensor:
         memory = self._host.device.empty(tuple(operand.shape), operand.dtype)

@@ -134,7 +134,7 @@ def judge_operator(host: Host, case: OperatorCase) -> Judgement:
             left = graph.operands(case.subgraph.written)
         except LoweringError as error:
             return Judgement([Failure.of(case.assumption, case.name, error, f"{name} operands {case.shapes}: ")], timings, spent=True)
-        timings = timings or [Timing(case.name, case.shapes, seconds, _moved_bytes(operands, expected))]
+        timings = timings or [Timing(case.name, case.shapes, seconds, sum(tensor.nbytes for tensor in (*operands, *expected)))]
         pairs = [*zip(case.subgraph.results, expected, actual, strict=True)]
         pairs += [
             (f"operand {case.subgraph.operands[i]}", expected_operands[i], value)
@@ -178,7 +178,3 @@ def _constants(case: OperatorCase) -> dict[str, torch.Tensor]:
     whole = WholeGraph(case.subgraph.ge_file)
     by_tensor = {f"{op.name}:0": read(op).attrs["value"] for op in whole.ops.values() if op.type == "Const"}
     return {slot: by_tensor[tensor] for slot, tensor in zip(case.op.slots, case.op.inputs, strict=True) if tensor in by_tensor}
-
-
-def _moved_bytes(operands: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> int:
-    return sum(tensor.nbytes for tensor in (*operands, *results))
