@@ -16,7 +16,9 @@ from npucompile.lowering.ascend.ge_file import decode
 from npucompile.lowering.toolchain import differences
 from npucompile.models.quant.description import formats_in
 from npucompile.models.quant.formats import Formats
-from npucompile.tools.builder import derived, driver, pool, stages, stamp
+from npucompile.tools.builder import derived, driver, memory, pool, stages, stamp
+from npucompile.tools.builder.environment import environment
+from npucompile.tools.builder.memory import MemoryPlan
 
 NAMES = ["prefill-b1-q4", "decode-b2-q2", "decode-b4-q2"]
 ORDER = ["decode-b4-q2", "prefill-b1-q4", "decode-b2-q2"]
@@ -52,6 +54,28 @@ def build(tmp_path):
         return driver.build(plan, tmp_path / name, tmp_path / "cache", tiny.QUIET, jobs=jobs, made=made)
 
     return built
+
+
+def test_it_carries_the_plan_of_a_ranks_memory(plan, lowered, build, tmp_path):
+    build(plan)
+    manifest = Artifact.open(tmp_path / "out").manifest
+    planned = MemoryPlan.from_dict(manifest.memory)
+    parts = {part.name: part.nbytes for part in planned.parts}
+    weights = parts["expert weights"] + parts["other weights"] + parts["draft head"]
+    assert weights == plan.params_bytes == manifest.graphs[0].memory["params_bytes"]
+    assert parts["KV pages"] + parts["state slots"] + parts["request slots"] == plan.state_bytes == manifest.graphs[0].memory["state_bytes"]
+    head = sum(memory.local_bytes(leaf.aval, plan.mesh, plan.rules()) for leaf in manifest.params if leaf.name.startswith("params.mtp."))
+    assert parts["draft head"] == head > 0
+    assert parts["activations"] == max(entry.memory["peak_bytes"] for entry in manifest.graphs)
+    assert parts["inputs"] == max(sum(leaf.aval.nbytes for leaf in (*e.inputs, *e.outputs)) for e in manifest.graphs)
+    assert planned.fits
+    assert manifest.memory["fits"] is True
+    assert planned.as_dict() == manifest.memory
+    # The graphs gather and scatter over tp; dispatch has a communicator of its own, and nothing else is over all ranks.
+    assert set(manifest.communicator_bytes) == {"tp", "dispatch"}
+    communication = next(part for part in planned.parts if part.name == "communication")
+    assert communication.nbytes == sum(2 * nbytes for nbytes in manifest.communicator_bytes.values())
+    assert manifest.environment == environment(plan.target, plan.mesh, manifest.communicator_bytes)
 
 
 def test_an_artifact_has_a_graph_for_all_ranks_a_bucket_and_one_file_of_weights(model, plan, lowered, build, tmp_path):
