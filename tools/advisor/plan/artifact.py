@@ -17,6 +17,7 @@ from ....lowering.artifact.artifact import Artifact, GraphEntry
 from ....lowering.artifact.fixed_cost import fixed_tokens
 from ...builder.targets import target
 from ...inspection.cost import step_cost
+from ...progress import Progress
 from .acceptance import per_request
 from .prediction import ACCEPTED
 from .products import Array
@@ -49,9 +50,15 @@ def artifact_view(path: Path, options: Mapping[str, Any]) -> View:
     work = workload_of(options)
     entries = {entry.bucket.name: entry for entry in artifact.manifest.graphs}
 
+    progress, priced = Progress(), set[str]()
+
     @functools.cache
     def step_s(bucket: str, context: int) -> float:
-        return step_cost(artifact, entries[bucket], context).step_ms / 1e3
+        step_ms = step_cost(artifact, entries[bucket], context).step_ms
+        if bucket not in priced:
+            priced.add(bucket)
+            progress.say(f"{bucket}, {context} cached tokens: {step_ms:.1f} ms (estimate)")
+        return step_ms / 1e3
 
     drafts = artifact.manifest.limits.drafts
     accepted = options["accepted"] or (min(ACCEPTED, drafts + 1.0) if drafts else 1.0)
@@ -118,7 +125,7 @@ def serve(
     def prefill_s(batch: int, prompts: int, new: float, cached: float) -> float:
         return seconds(prefill[batch, int(new)], max(int(cached), 1))
 
-    table = StepTable(range(1, decode[-1].bucket.batch + 1), shortest, longest, decode_s)
+    table = StepTable(range(1, decode[-1].bucket.batch + 1), shortest, longest, decode_s, lazily=True)
     chunk, most = max(q for _, q in prefill), max(b for b, _ in prefill)
     fixed = fixed_tokens(manifest)
     most_running = limits.num_request_slots - 1

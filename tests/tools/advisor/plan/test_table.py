@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,13 +16,19 @@ from npucompile.tools.advisor.plan.published import case_of
 from npucompile.tools.advisor.plan.table import StepTable, step_table
 
 
-@given(st.sets(st.integers(1, 64), min_size=1), st.integers(1, 80), st.floats(10, 500))
-def test_a_linear_time_is_met_exactly(buckets: set[int], rows: int, context: float) -> None:
-    sizes = sorted(buckets)
-    table = StepTable(sizes, 10, 500, lambda batch, cached: 1 + 2 * batch + 3 * batch * cached)
+@given(st.sets(st.integers(1, 64), min_size=1), st.integers(1, 80), st.floats(10, 500), st.booleans())
+def test_a_linear_time_is_met_exactly(buckets: set[int], rows: int, context: float, lazily: bool) -> None:
+    sizes, asked = sorted(buckets), list[float]()
+
+    def seconds(batch: Any, cached: Any) -> Any:
+        asked.extend(batch.flat)
+        return 1 + 2 * batch + 3 * batch * cached
+
+    table = StepTable(sizes, 10, 500, seconds, lazily=lazily)
     bucket = choose([Bucket("decode", size, 1) for size in sizes], rows).batch
     assert table.bucket(rows) == bucket
-    assert table.seconds(rows, context) == pytest.approx(1 + 2 * bucket + 3 * bucket * context)
+    assert table.seconds(rows, context) == table.seconds(rows, context) == pytest.approx(1 + 2 * bucket + 3 * bucket * context)
+    assert asked == ([bucket] if lazily else sizes)
 
 
 def test_a_system_is_interpolated_within_a_percent():
@@ -32,6 +40,7 @@ def test_a_system_is_interpolated_within_a_percent():
     assert table.buckets[-1] == 120
 
 
-def test_a_larger_bucket_may_be_faster():
-    table = StepTable([1, 4, 8], 10, 500, lambda batch, cached: abs(batch - 4) + 0 * cached)
+@pytest.mark.parametrize("lazily", [False, True])
+def test_a_larger_bucket_may_be_faster(lazily):
+    table = StepTable([1, 4, 8], 10, 500, lambda batch, cached: abs(batch - 4) + 0 * cached, lazily=lazily)
     assert [(table.seconds(rows, 50), table.most_seconds(rows, 50)) for rows in (1, 3, 8)] == [(3, 3), (0, 3), (4, 4)]
