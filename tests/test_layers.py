@@ -108,8 +108,9 @@ UPWARD: dict[tuple[str, str], int] = {
     ("laboratory", "lab"): 1,
 }
 
-# Comparisons with and tables of names of kinds of steps, outside of the kinds' records. The number only falls.
-KIND_NAMES = 22
+# Comparisons with and tables of names of kinds of steps, outside of the kinds' records. The number only falls: what is left are words that
+# people type and read, sides of a pair and figures of a bench.
+KIND_NAMES = 10
 
 # Lines that a room may have, and words of the documents. Raising one is a line in a commit that says why.
 BUDGETS: dict[str, int] = {
@@ -144,11 +145,11 @@ BUDGETS: dict[str, int] = {
     "server/storage": 241,
     "server/telemetry": 361,
     "server/text": 682,
-    "tests": 111563,
+    "tests": 111565,
     "tools": 1542,
-    "tools/advisor": 8188,
+    "tools/advisor": 8190,
     "tools/agreement": 1469,
-    "tools/bench": 2796,
+    "tools/bench": 2797,
     "tools/builder": 6266,
     "tools/commands": 2582,
     "tools/face": 863,
@@ -157,7 +158,7 @@ BUDGETS: dict[str, int] = {
     "tools/prove": 5979,
     "tools/quantize": 1196,
     "tools/ranks": 1819,
-    "tools/serve": 1917,
+    "tools/serve": 1918,
 }
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 NAMES = {"decode", "encode", "prefill", "score"}
 HOME = "graphs/steps/"
 # What instances of a deployment do is called the same, and is no kind of step.
-INSTANCES = {"phase", "role", "kv_role", "mode"}
+INSTANCES = {"phase", "phases", "role", "kv_role", "mode"}
 
 
 def mentions(root: Path, paths: list[str]) -> Iterator[str]:
@@ -26,7 +26,8 @@ def _mentions(node: ast.AST) -> bool:
     match node:
         case ast.Compare():
             sides = [node.left, *node.comparators]
-            return any(map(_named, sides)) and not any(_called(side) in INSTANCES for side in sides)
+            asked = (side.value if isinstance(side, ast.Attribute) and side.attr == "name" else side for side in sides)
+            return any(map(_named, sides)) and not any(_called(side) in INSTANCES for side in asked)
         case ast.Dict():
             return _is_table(node.keys)
         case ast.Tuple() | ast.List() | ast.Set():

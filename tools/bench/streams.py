@@ -14,6 +14,7 @@ from functools import partial
 import torch
 
 from ...graphs.errors import NpucompileError, SpecError
+from ...graphs.steps.decode import DECODE
 from ...lowering.artifact.artifact import Artifact, GraphEntry
 from ...lowering.backends.inductor.huge_pages import settle
 from ...lowering.executable import HostExecutable
@@ -227,7 +228,7 @@ def _serve(engine: Engine, calls: Sequence[Call], load: Load, clock: Clock, fini
         engine.submit(Request(str(i), tuple(prompt), load.tokens), sink)
     finish(sinks)
     # A step lasts until the next begins; the last one has no next.
-    steps = [(after.began_s - call.began_s, call.seconds) for call, after in itertools.pairwise(calls[before:]) if call.kind == "decode"]
+    steps = [(after.began_s - call.began_s, call.seconds) for call, after in itertools.pairwise(calls[before:]) if call.kind == DECODE.name]
     records = tuple(sink.end.record for sink in sinks if sink.end)
     return Run(tuple(sink.outcome(i, load.prompt_tokens) for i, sink in enumerate(sinks)), tuple(steps), records)
 

@@ -127,7 +127,7 @@ class Deployment:
     @property
     def num_speculative_tokens(self) -> int:
         """k of the decode steps."""
-        return max((p.num_speculative_tokens for p in self.phases.values() if p.name != "prefill"), default=0)
+        return max((phase.num_speculative_tokens for phase in self.phases.values() if phase.name != "prefill"), default=0)
 
     def phase(self, name: str | None = None) -> Phase:
         """The phase of that name; by default the one that decodes.

@@ -29,7 +29,8 @@ from .options import BOTH, DECODE, PREFILL, TRANSFER_PORTS
 
 MOONCAKE_PORTS = 15_000, 17_000
 WILDCARDS = ("0.0.0.0", "::", "")
-_ROLE_OF = {"prefill": PREFILL, "decode": DECODE}
+_SIDES = {PREFILL, DECODE}
+"""Roles of one side, named for the kind of step that it runs."""
 
 
 @dataclass(frozen=True)
@@ -86,9 +87,9 @@ class Pairing:
             SpecError: a kind of bucket is missing.
         """
         kinds = {entry.bucket.kind for entry in artifact.manifest.graphs}
-        wanted = set(_ROLE_OF) if self.role == BOTH else {kind for kind, role in _ROLE_OF.items() if role == self.role}
+        wanted = _SIDES if self.role == BOTH else {self.role}
         if wanted - kinds:
-            legal = " or ".join(f"`--role {_ROLE_OF[kind]}`" for kind in sorted(kinds & set(_ROLE_OF)))
+            legal = " or ".join(f"`--role {side}`" for side in sorted(kinds & _SIDES))
             missing = " and ".join(sorted(wanted - kinds))
             raise SpecError(f"--role {self.role}: {artifact.path} has no {missing} bucket; legal is {legal}, or a build with both kinds")
 

@@ -10,6 +10,8 @@ from types import ModuleType
 from typing import Any
 
 from ....graphs.errors import SpecError
+from ....graphs.steps.decode import DECODE
+from ....graphs.steps.prefill import PREFILL
 from .parameters import Parameters
 from .predict import Prediction, predict
 from .system import Case
@@ -19,7 +21,7 @@ Drawn = Sequence[tuple[str, Case, Prediction]]
 
 _POINTS = 7
 _MOST_SPANS = 4000
-COLOURS = {"decode": "#7aa6d8", "prefill": "#e6a070"}
+COLOURS = {DECODE.name: "#7aa6d8", PREFILL.name: "#e6a070"}
 
 
 def write(path: Path, title: str, drawn: Drawn, parameters: Parameters) -> None:
@@ -87,7 +89,7 @@ def timeline(objects: ModuleType, label: str, prediction: Prediction) -> Any:
             name=kind,
             x=[(span.start_s + span.end_s) / 2 for span in own],
             width=[span.end_s - span.start_s for span in own],
-            y=[span.running if kind == "decode" else span.rows for span in own],
+            y=[span.running if kind == DECODE.name else span.rows for span in own],
             marker={"color": colour, "line": {"width": 0}},
             hovertemplate=f"{kind}: %{{y}} at %{{x:.3f}} s<extra></extra>",
         )
