@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from ..graphs.types import Bucket, Mesh
+from ..graphs.types import Mesh
 from ..lowering.artifact.manifest import Manifest
 from ..lowering.platform import Platform
 from ..models import context_parallel, draft_source, draft_vocabulary, expert_placement, registry, sharding_rules
@@ -71,8 +71,3 @@ def variant_of(manifest: Manifest, config: ModelConfig) -> Variant:
 def spreads(manifest: Manifest) -> bool:
     """Whether an artifact has whole experts spread over all devices; if not, each is split over a group, or there are none."""
     return "experts" in manifest.rules
-
-
-def share(bucket: Bucket, tokens: int, tp: int) -> int:
-    """Tokens of one device in a pass over `tokens`: a group splits them if the bucket's step has at least a token per device."""
-    return -(-tokens // tp) if bucket.tokens >= tp else tokens

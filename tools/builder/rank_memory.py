@@ -13,10 +13,14 @@ from ...lowering.artifact.artifact import GraphEntry, Manifest
 from ...lowering.collectives_check import EXPERT_GROUPS
 from ...models import expert_placement, programs
 from ...models.variant import Variant
-from ..artifact_model import share
 from . import memory
 from .decisions import changed
 from .planned import Plan
+
+
+def share(bucket: Bucket, tokens: int, tp: int) -> int:
+    """Tokens of one device in a pass over `tokens`: a group splits them if the bucket's step has at least a token per device."""
+    return -(-tokens // tp) if bucket.tokens >= tp else tokens
 
 
 def rank_memory(plan: Plan, leaves: Manifest | Signature, entries: Sequence[GraphEntry]) -> memory.MemoryPlan:

@@ -20,7 +20,8 @@ from ...models.params import Param
 from ...models.quant.formats import UNROUNDED, W4A16, Formats
 from ...models.sharding_rules import rules_of
 from ...models.step import Model
-from ..artifact_model import full_model, share, spreads, with_variant
+from ..artifact_model import full_model, spreads, with_variant
+from ..builder.rank_memory import share
 
 CHUNK_TOKENS = 192
 """Tokens of a small prefill: more than a page, and three chunks of the delta rule, so that a state passes through the middle one."""

@@ -12,7 +12,8 @@ from npucompile.graphs import tree
 from npucompile.graphs.types import Aval, Bucket, Leaf, Limits
 from npucompile.models.params import avals
 from npucompile.models.variant import Variant
-from npucompile.tools.artifact_model import full_model, share
+from npucompile.tools.artifact_model import full_model
+from npucompile.tools.builder.rank_memory import share
 from npucompile.tools.prove import small_model
 from npucompile.tools.prove.small_model import Form, small_buckets
 
