@@ -10,7 +10,8 @@ from npucompile.models.expert_placement import ExpertPlacement
 from npucompile.models.quant.recipes import formats_of_scheme
 from npucompile.models.sharding_rules import rules_of
 from npucompile.models.variant import Variant
-from npucompile.tools.artifact_model import full_model, share, spreads
+from npucompile.tools.artifact_model import full_model, spreads
+from npucompile.tools.builder.rank_memory import share
 
 
 def test_a_model_has_the_variant_of_its_artifact():
