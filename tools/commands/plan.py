@@ -130,11 +130,11 @@ def command(
     # Sizes are those of the configuration: weights stay where they are.
     model = model and checkpoint_of(model, context.obj.environment, Progress(), weights=False)
     # Imported late, so that `--help` need not load torch.
-    views = adviser("plan.views")
+    views, asked = adviser("plan.views"), adviser("plan.asked").Asked(**options)
     if artifact is not None:
-        view = adviser("plan.artifact").artifact_view(artifact, options)
+        view = adviser("plan.artifact").artifact_view(artifact, asked)
     else:
-        view = views.deployment_view(deployment, options) if deployment else views.search_view(model, options)
+        view = views.deployment_view(deployment, asked) if deployment else views.search_view(model, asked)
     if buckets_out is not None:
         buckets_out.write_text(json.dumps({"buckets": list(view.buckets)}) + "\n", encoding="utf-8")
     if html is not None:

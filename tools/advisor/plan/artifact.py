@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -19,6 +18,7 @@ from ...builder.targets import target
 from ...inspection.cost import step_cost
 from ...progress import Progress
 from .acceptance import per_request
+from .asked import Asked
 from .prediction import ACCEPTED
 from .products import Array
 from .recipe import serve_command
@@ -35,7 +35,7 @@ _HOST_S = 1e-3
 """What the host is taken to add to a step on NPUs: assumed."""
 
 
-def artifact_view(path: Path, options: Mapping[str, Any]) -> View:
+def artifact_view(path: Path, asked: Asked) -> View:
     """The prediction of an artifact's server.
 
     Raises:
@@ -47,7 +47,7 @@ def artifact_view(path: Path, options: Mapping[str, Any]) -> View:
             f"{path} is for this machine, whose speed is measured and not predicted: legal is an artifact for NPUs, or "
             f"`npucompile bench {path} --only decode,prefill,streams`"
         )
-    work = workload_of(options)
+    work = workload_of(asked)
     entries = {entry.bucket.name: entry for entry in artifact.manifest.graphs}
 
     progress, priced = Progress(), set[str]()
@@ -61,8 +61,8 @@ def artifact_view(path: Path, options: Mapping[str, Any]) -> View:
         return step_ms / 1e3
 
     drafts = artifact.manifest.limits.drafts
-    accepted = options["accepted"] or (min(ACCEPTED, drafts + 1.0) if drafts else 1.0)
-    target_ms = options["itl_target"]
+    accepted = asked.accepted or (min(ACCEPTED, drafts + 1.0) if drafts else 1.0)
+    target_ms = asked.itl_target
     seen = serve(artifact, work, lambda entry, context: step_s(entry.bucket.name, context) + _HOST_S, accepted, target_ms)
     command = serve_command(str(artifact.path), Serving(itl_target_ms=target_ms), work)
     data = {
@@ -85,7 +85,7 @@ def artifact_view(path: Path, options: Mapping[str, Any]) -> View:
         *latency_lines(seen.itl_ms, seen.priority_ttft_ms),
         f"serve      {command}",
     ]
-    misses = " and ".join(missed(seen, options["tpot"], options["ttft"]))
+    misses = " and ".join(missed(seen, asked.tpot, asked.ttft))
     refused = f"{artifact.path} does not meet the target: {misses}" if misses else ""
     return View(
         data, lines, sorted(entry.bucket.batch for entry in artifact.manifest.graphs if kind_of(entry.bucket).decodes), refused=refused

@@ -19,6 +19,7 @@ from ....models.registry import find
 from ...builder.deployments import Deployment, deployment, deployments
 from ...builder.targets import target
 from . import buckets, pictures, recipe
+from .asked import Asked
 from .candidates import Question, schemes_of, stored_scheme
 from .expert_load import placements
 from .listing import as_commands, buildable, commands_of
@@ -52,17 +53,17 @@ class View:
     refused: str = ""
 
 
-def deployment_view(name: str, options: Mapping[str, Any]) -> View:
+def deployment_view(name: str, asked: Asked) -> View:
     """A published row.
 
     Raises:
         SpecError: there is none of that id, or the metrics cannot be read.
     """
-    parameters, row = _parameters(options), deployment(name)
-    published_case = case_of(name, options["accepted"])
-    case = with_traffic(published_case, row, options)
+    parameters, row = _parameters(asked), deployment(name)
+    published_case = case_of(name, asked.accepted)
+    case = with_traffic(published_case, row, asked)
     prediction = predict(case, parameters)
-    lists, published = _lists(prediction, case, options)
+    lists, published = _lists(prediction, case, asked)
     # A measurement is of the row's own traffic.
     own, work = measured().get(name) if case is published_case else None, case.workload
     chosen = buckets.shortest(lists).buckets if lists else case.decode.buckets
@@ -83,8 +84,8 @@ def deployment_view(name: str, options: Mapping[str, Any]) -> View:
     if row.pictures and (cost := tower_cost(row.model, row.quantization, case.decode.machine, parameters)):
         lines += cost.lines()
         data["pictures"] = cost.as_dict()
-    if options["expert_map"]:
-        placed = placements(options["expert_map"], case, parameters)
+    if asked.expert_map:
+        placed = placements(asked.expert_map, case, parameters)
         lines += [each.line for each in placed]
         data["experts"] = {each.name: each.as_dict() for each in placed}
     if own:
@@ -95,26 +96,26 @@ def deployment_view(name: str, options: Mapping[str, Any]) -> View:
     if buildable(row):
         lines += ["", *commands_of(row).shown()]
         data["commands"] = as_commands(row)
-    misses = " and ".join(missed(prediction, options["tpot"], options["ttft"]))
+    misses = " and ".join(missed(prediction, asked.tpot, asked.ttft))
     refused = f"{name} does not meet the target: {misses}" if misses else ""
     return View(data, lines, chosen, lambda path: pictures.write(path, name, [(name, case, prediction)], parameters), refused)
 
 
-def search_view(model: str, options: Mapping[str, Any]) -> View:
+def search_view(model: str, asked: Asked) -> View:
     """The best layouts for a model and its traffic.
 
     Raises:
         SpecError: an option is missing, or no layout holds the model.
     """
-    parameters, question = _parameters(options), question_of(model, options)
+    parameters, question = _parameters(asked), question_of(model, asked)
     answer = search(question, parameters)
-    checked = [(found, recipe.options_of(question, found, options["max_buckets"])) for found in answer.best]
+    checked = [(found, recipe.options_of(question, found, asked.max_buckets)) for found in answer.best]
     refusals = {id(found): recipe.refusal(builds) for found, builds in checked[:3]}
     legal = next(((found, builds) for found, builds in checked if not refusals.get(id(found), recipe.refusal(builds))), None)
     refused = refusal_of(question, answer, parameters) if not answer.meets else ""
     prediction = (legal or checked[0])[0].prediction
     case = (legal or checked[0])[0].candidate.case
-    lists, _ = _lists(prediction, case, options, {case.serving.max_running})
+    lists, _ = _lists(prediction, case, asked, {case.serving.max_running})
     commands = [recipe.command_of(each) for each in legal[1]] if legal else []
     serving = recipe.serve_commands(question, legal[0].candidate) if legal else []
     lines = [*_header(question, answer), "", *table_of(question, answer), "", *_near(question)]
@@ -148,7 +149,7 @@ def search_view(model: str, options: Mapping[str, Any]) -> View:
     return View(data, lines, chosen, lambda path: pictures.write(path, title, drawn, parameters), refused)
 
 
-def question_of(model: str, options: Mapping[str, Any]) -> Question:
+def question_of(model: str, asked: Asked) -> Question:
     """What the options ask.
 
     Raises:
@@ -156,60 +157,64 @@ def question_of(model: str, options: Mapping[str, Any]) -> Question:
     """
     if file_named(Path(model) / MANIFEST):
         raise SpecError(f"{model} is an artifact; legal is --artifact {model}, or the MODEL that it was built from")
-    if options["cards"] is None:
+    if asked.cards is None:
         raise SpecError("--cards is missing; legal is how many packages of the target there are")
     source = find(model)
-    stored, asked = stored_scheme(source), options["quantization"]
-    if stored and asked:
-        raise SpecError(f"--quantization {asked[0]}: {model} is quantised already, as {stored}; legal is to leave the option out")
-    quantised = (stored,) if stored else asked or schemes_of(source.name)
+    stored, schemes = stored_scheme(source), asked.quantization
+    if stored and schemes:
+        raise SpecError(f"--quantization {schemes[0]}: {model} is quantised already, as {stored}; legal is to leave the option out")
+    quantised = (stored,) if stored else schemes or schemes_of(source.name)
     return Question(
         source.name if source.checkpoint_dir is None else model,
         shape_of(source),
-        options["target"],
-        options["cards"] * NPUS_A_CARD[target(options["target"]).name],
-        workload_of(options),
-        options["tpot"],
-        options["ttft"],
+        asked.target,
+        asked.cards * NPUS_A_CARD[target(asked.target).name],
+        workload_of(asked),
+        asked.tpot,
+        asked.ttft,
         tuple(quantised),
-        tuple(options["drafts"]) or None,
-        options["accepted"],
-        options["itl_target"],
+        tuple(asked.drafts) or None,
+        asked.accepted,
+        asked.itl_target,
         stored is not None,
     )
 
 
-def workload_of(options: Mapping[str, Any]) -> Workload:
+def workload_of(asked: Asked) -> Workload:
     """The traffic that the options describe.
 
     Raises:
         SpecError: neither lengths nor a trace are given, or both.
     """
-    given = [name for name in ("inputs", "outputs") if options[name] is not None]
-    if options["trace"] is not None:
-        if given:
+    if asked.trace is not None:
+        if asked.inputs is not None or asked.outputs is not None:
             raise SpecError("--trace and --input or --output; legal is one of both ways to say lengths")
-        return of_trace(options["trace"], options["concurrency"])
-    if len(given) < 2 or options["concurrency"] is None:
+        return of_trace(asked.trace, asked.concurrency)
+    if asked.inputs is None or asked.outputs is None or asked.concurrency is None:
         raise SpecError("legal is --input, --output and --concurrency together, or --trace FILE")
-    lengths = (options["inputs"], options["outputs"], options["concurrency"])
-    return of_lengths(*lengths, options["requests"], options["rate"], options["shared_prefix"])
+    return of_lengths(asked.inputs, asked.outputs, asked.concurrency, asked.requests, asked.rate, asked.shared_prefix)
 
 
-def with_traffic(case: Case, row: Deployment, options: Mapping[str, Any]) -> Case:
+def with_traffic(case: Case, row: Deployment, asked: Asked) -> Case:
     """The case of a published row with the traffic that options describe in place of its own, each part by itself.
 
     Raises:
         SpecError: as `workload_of`, or a request that is longer than the launch takes.
     """
-    if not any(options[name] for name in ("inputs", "outputs", "concurrency", "requests", "rate", "shared_prefix", "trace")):
+    if not any((asked.inputs, asked.outputs, asked.concurrency, asked.requests, asked.rate, asked.shared_prefix, asked.trace)):
         return case
-    own, given = case.workload, {name: value for name, value in options.items() if value}
+    own = case.workload
     rate = 1 / own.arrivals[1] if len(own.arrivals) > 1 else None
-    lengths = {"inputs": str(own.inputs[0]), "outputs": str(own.outputs[0]), "concurrency": own.concurrency, "rate": rate}
-    lengths |= {} if "inputs" in given else {"shared_prefix": own.cached}
-    lengths |= {} if "concurrency" in given else {"requests": own.requests}
-    work = workload_of(options if "trace" in given else {**options, **lengths, **given})
+    published = replace(
+        asked,
+        inputs=asked.inputs or str(own.inputs[0]),
+        outputs=asked.outputs or str(own.outputs[0]),
+        concurrency=asked.concurrency or own.concurrency,
+        rate=asked.rate or rate,
+        shared_prefix=asked.shared_prefix or (0 if asked.inputs else own.cached),
+        requests=asked.requests or (None if asked.concurrency else own.requests),
+    )
+    work = workload_of(asked if asked.trace else published)
     longest = max(i + o for i, o in zip(work.inputs, work.outputs, strict=True))
     most = max((phase.context_len or 0 for phase in row.phases.values()), default=0)
     if 0 < most < longest:
@@ -338,17 +343,17 @@ def _as_dict(found: Found, refusal: str | None) -> dict[str, Any]:
 
 
 def _lists(
-    prediction: Prediction, case: Case, options: Mapping[str, Any], always: Collection[int] = ()
+    prediction: Prediction, case: Case, asked: Asked, always: Collection[int] = ()
 ) -> tuple[list[buckets.BucketList], buckets.BucketList | None]:
     """The curve of bucket lists, and the published list beside it."""
     steps: Mapping[int, float] = prediction.trace.steps
-    if options["metrics"]:
-        steps = buckets.of_metrics(_read(options["metrics"]))
+    if asked.metrics:
+        steps = buckets.of_metrics(_read(asked.metrics))
     if not any(steps.values()):
         return [], None
-    seconds = buckets.step_seconds(case, buckets.middle(prediction, case), _parameters(options))
+    seconds = buckets.step_seconds(case, buckets.middle(prediction, case), _parameters(asked))
     published = buckets.evaluate(case.decode.buckets, steps, seconds) if case.decode.buckets else None
-    return buckets.best_lists(steps, seconds, options["max_buckets"], always), published
+    return buckets.best_lists(steps, seconds, asked.max_buckets, always), published
 
 
 def _read(place: str) -> str:
@@ -366,5 +371,5 @@ def _read(place: str) -> str:
         raise SpecError(f"--metrics {place}: {error}") from None
 
 
-def _parameters(options: Mapping[str, Any]) -> Parameters:
-    return fitted(options["file"] or FILE)
+def _parameters(asked: Asked) -> Parameters:
+    return fitted(asked.file or FILE)
