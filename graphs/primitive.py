@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar, get_type_hints
 import torch
 
 from .errors import PrimitiveError
-from .factors import WHOLE, Factors
+from .factors import REST, WHOLE, Factors
 from .types import Aval
 
 NAMESPACE = "npuc"
@@ -92,7 +92,8 @@ class Primitive(Generic[Operands]):
             that some result lacks must be declared `sum` (that result is then a partial sum), else it stays whole.
         donates: (operand index, result index) pairs: the result is the operand with some elements replaced. The rule
             `inplace` then does the same into the operand itself. Where all results are such, they have the abstract rule by that.
-        like: the operand whose shape and dtype the one result has, contiguous: the abstract rule of many.
+        like: the operand whose dtype the one result has, contiguous, and whose shape, unless the factors give the result's: the abstract
+            rule of many.
 
     Attributes:
         arguments: names of the operator's arguments, in order.
@@ -129,10 +130,20 @@ class Primitive(Generic[Operands]):
         self.op = getattr(getattr(torch.ops, NAMESPACE), name).default
         TABLE[name] = self
         if like:
-            self.abstract(lambda args: torch.empty_like(getattr(args, like), memory_format=torch.contiguous_format))
+            self.abstract(lambda args: getattr(args, like).new_empty(self._result_shape(args) or getattr(args, like).shape))
         elif len(donates) == len(self.factors.results):
             pools = [operand for operand, _ in sorted(donates, key=lambda pair: pair[1])]
             self.abstract(lambda args: _as_returned([torch.empty_like(args[pool]) for pool in pools]))
+
+    def _result_shape(self, args: tuple[Any, ...]) -> list[int] | None:
+        """Shape of the one result by its letters; of packed operands the larger size counts. None where a dimension has no letter."""
+        tensors = [a for a, wanted in zip(args, self.tensor_arguments, strict=True) if wanted]
+        (result,) = self.factors.results
+        if {WHOLE, REST} & set(result):
+            return None
+        groups = zip(self.factors.operands, tensors, strict=True)
+        carried = [pair for group, tensor in groups for pair in zip(group, tensor.shape, strict=True)]
+        return [max(size for each, size in carried if each == letter) for letter in result]
 
     def rule(self, facet: str) -> Rule:
         """The rule of one facet, as a function of the operands one by one.

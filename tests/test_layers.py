@@ -104,7 +104,7 @@ KIND_NAMES = 10
 # Lines that a room may have, and words of the documents. Raising one is a line in a commit that says why.
 BUDGETS: dict[str, int] = {
     "docs (words)": 45000,
-    "graphs": 9649,
+    "graphs": 9617,
     "lowering": 2192,
     "lowering/artifact": 1174,
     "lowering/ascend": 20211,

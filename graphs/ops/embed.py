@@ -16,13 +16,7 @@ class Embed(NamedTuple):
     table: Tensor  # [V, M]
 
 
-embed = Primitive("embed", Embed, factors="t, _ m -> t m")
-
-
-@embed.abstract
-def _abstract(args: Embed) -> Tensor:
-    tokens, table = args
-    return torch.empty((tokens.shape[0], table.shape[1]), dtype=table.dtype, device=table.device)
+embed = Primitive("embed", Embed, factors="t, _ m -> t m", like="table")
 
 
 @embed.reference

@@ -17,13 +17,7 @@ class Linear(NamedTuple):
     weight: Tensor  # [N, K], same dtype
 
 
-linear = Primitive("linear", Linear, factors="t k, n k -> t n; sum k")
-
-
-@linear.abstract
-def _abstract(args: Linear) -> Tensor:
-    x, weight = args
-    return torch.empty((x.shape[0], weight.shape[0]), dtype=x.dtype, device=x.device)
+linear = Primitive("linear", Linear, factors="t k, n k -> t n; sum k", like="x")
 
 
 @linear.reference

@@ -18,7 +18,7 @@ class QuantLinear(NamedTuple):
     scale: Tensor  # [N] f32
 
 
-quant_linear = Primitive("quant_linear", QuantLinear, factors="t _, _ n, n -> t n")
+quant_linear = Primitive("quant_linear", QuantLinear, factors="t _, _ n, n -> t n", like="x")
 
 
 def product(rows: Tensor, weight: Tensor) -> Tensor:
@@ -31,11 +31,6 @@ def grouped_product(rows: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
     """`rows @ (weight * scale)` as f32 [T, N], where `scale` [groups, N] is of equal groups of the K rows of the weight."""
     parts = zip(rows.chunk(len(scale), -1), weight.chunk(len(scale), -2), scale, strict=True)
     return torch.stack([product(part, columns) * each for part, columns, each in parts]).sum(0)
-
-
-@quant_linear.abstract
-def _abstract(args: QuantLinear) -> Tensor:
-    return torch.empty((args.x.shape[0], args.weight.shape[1]), dtype=args.x.dtype, device=args.x.device)
 
 
 @quant_linear.reference

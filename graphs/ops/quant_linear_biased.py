@@ -19,12 +19,7 @@ class QuantLinearBiased(NamedTuple):
     bias: Tensor  # [N] in x's dtype
 
 
-quant_linear_biased = Primitive("quant_linear_biased", QuantLinearBiased, factors="t _, _ n, n, n -> t n")
-
-
-@quant_linear_biased.abstract
-def _abstract(args: QuantLinearBiased) -> Tensor:
-    return torch.empty((args.x.shape[0], args.weight.shape[1]), dtype=args.x.dtype, device=args.x.device)
+quant_linear_biased = Primitive("quant_linear_biased", QuantLinearBiased, factors="t _, _ n, n, n -> t n", like="x")
 
 
 @quant_linear_biased.reference

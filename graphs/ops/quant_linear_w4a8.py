@@ -20,12 +20,7 @@ class QuantLinearW4A8(NamedTuple):
     assist: Tensor  # [N] f32; follows from weight and scale, and only kernels read it
 
 
-quant_linear_w4a8 = Primitive("quant_linear_w4a8", QuantLinearW4A8, factors="t _, _ n, _ n, n -> t n")
-
-
-@quant_linear_w4a8.abstract
-def _abstract(args: QuantLinearW4A8) -> Tensor:
-    return torch.empty((args.x.shape[0], args.scale.shape[1]), dtype=args.x.dtype, device=args.x.device)
+quant_linear_w4a8 = Primitive("quant_linear_w4a8", QuantLinearW4A8, factors="t _, _ n, _ n, n -> t n", like="x")
 
 
 @quant_linear_w4a8.reference

@@ -21,12 +21,7 @@ class StaticQuantLinear(NamedTuple):
     input_offset: Tensor  # [1] f32, an integer in [-128, 127]
 
 
-static_quant_linear = Primitive("static_quant_linear", StaticQuantLinear, factors="t _, _ n, n, n, _, _ -> t n")
-
-
-@static_quant_linear.abstract
-def _abstract(args: StaticQuantLinear) -> Tensor:
-    return torch.empty((args.x.shape[0], args.weight.shape[1]), dtype=args.x.dtype, device=args.x.device)
+static_quant_linear = Primitive("static_quant_linear", StaticQuantLinear, factors="t _, _ n, n, n, _, _ -> t n", like="x")
 
 
 @static_quant_linear.reference

@@ -20,13 +20,7 @@ class SwigluLinear(NamedTuple):
     weight: Tensor  # [2, F, M], gate then up
 
 
-swiglu_linear = Primitive("swiglu_linear", SwigluLinear, factors="t _, _ f _ -> t f")
-
-
-@swiglu_linear.abstract
-def _abstract(args: SwigluLinear) -> Tensor:
-    x, weight = args
-    return torch.empty((x.shape[0], weight.shape[1]), dtype=x.dtype, device=x.device)
+swiglu_linear = Primitive("swiglu_linear", SwigluLinear, factors="t _, _ f _ -> t f", like="x")
 
 
 @swiglu_linear.reference

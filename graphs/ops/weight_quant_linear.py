@@ -18,12 +18,7 @@ class WeightQuantLinear(NamedTuple):
     scale: Tensor  # [groups of K, N] f32
 
 
-weight_quant_linear = Primitive("weight_quant_linear", WeightQuantLinear, factors="t _, _ n, _ n -> t n")
-
-
-@weight_quant_linear.abstract
-def _abstract(args: WeightQuantLinear) -> Tensor:
-    return torch.empty((args.x.shape[0], args.scale.shape[1]), dtype=args.x.dtype, device=args.x.device)
+weight_quant_linear = Primitive("weight_quant_linear", WeightQuantLinear, factors="t _, _ n, _ n -> t n", like="x")
 
 
 @weight_quant_linear.reference
