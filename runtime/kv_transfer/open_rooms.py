@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, NamedTuple, Protocol, TypeVar
@@ -72,11 +71,6 @@ class OpenRooms(Generic[H]):
     def rooms(self) -> int:
         """Rooms that have neither landed nor ended."""
         return len(self._handovers)
-
-    @property
-    def next_deadline_s(self) -> float:
-        """When `tick` is due; infinity where nothing waits."""
-        return min((handover.room.deadline_s for handover in self._handovers.values()), default=math.inf)
 
     def disconnected(self) -> None:
         """The other server is gone, or its connection."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,15 @@ from support.once import made_once
 from npucompile.lowering.artifact.artifact import Artifact
 from npucompile.runtime.cpu_executor import CpuExecutor
 from npucompile.tools.notation import PrefillSize
+
+
+@pytest.fixture(scope="module")
+def quiet() -> Iterator[None]:
+    """No log of the failures that a test orders."""
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
+
 
 NAMES = ("drafts", "plain", "free", "drafts scored", "plain scored")
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -22,11 +20,7 @@ PAD = 12
 """The token in the places of all pictures."""
 
 
-@pytest.fixture(autouse=True)
-def _quiet() -> Iterator[None]:
-    logging.disable(logging.CRITICAL)
-    yield
-    logging.disable(logging.NOTSET)
+pytestmark = pytest.mark.usefixtures("quiet")
 
 
 def ask(name: str, *parts: int | tuple[int, int, int], max_tokens: int = 4, broken: bool = False, **fields: Any) -> Request:
@@ -110,7 +104,7 @@ def worlds(draw: st.DrawFn) -> tuple[tuple[toy.Visit, ...], dict[str, Any]]:
             priority=draw(st.sampled_from([0, 0, 0, 1])),
         )
         arrives = draw(st.integers(0, 20))
-        visits.append(toy.Visit(request, arrives, draw(st.none() | st.none() | st.integers(arrives, arrives + 6)), draw(st.booleans())))
+        visits.append(toy.Visit(request, arrives, draw(st.none() | st.none() | st.integers(arrives, arrives + 6))))
     largest_patches = 4 * largest
     encode = {
         (draw(st.integers(1, 2)), largest_patches),
@@ -136,27 +130,11 @@ def worlds(draw: st.DrawFn) -> tuple[tuple[toy.Visit, ...], dict[str, Any]]:
     return tuple(visits), device
 
 
-def play(visits: tuple[toy.Visit, ...], device: dict[str, Any]) -> tuple[toy.Serving, list[toy.Collector], list[Any]]:
-    served, entries = toy.serving(**device), list[Any]()
-    served.engine.stepper.journal = Journal(entries.append)
-    sinks: dict[str, toy.Collector] = {}
-    for now in range(30):
-        for visit in visits:
-            if visit.arrives == now:
-                sinks[visit.request.id] = served.submit(visit.request)
-            if visit.cancelled == now:
-                served.engine.cancel(visit.request.id)
-        served.engine.step()
-        served.engine.stepper.check()
-    served.drain()
-    return served, [sinks[visit.request.id] for visit in visits], entries
-
-
 @settings(max_examples=100, deadline=None)
 @given(worlds())
 def test_whatever_shares_rows_each_request_gets_what_it_gets_alone(world: tuple[tuple[toy.Visit, ...], dict[str, Any]]) -> None:
     visits, device = world
-    served, sinks, entries = play(visits, device)
+    served, sinks, entries = toy.played(visits, device)
     length, failures = device["limits"].max_model_len, device["fail_at"] | device["refuse_at"]
     for visit, sink in zip(visits, sinks, strict=True):
         request, end = visit.request, sink.end

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,6 @@ from npucompile.graphs.types import Bucket, Limits
 from npucompile.lowering.artifact.artifact import Artifact
 from npucompile.runtime.cpu_executor import CpuExecutor
 from npucompile.runtime.engine import Engine
-from npucompile.runtime.journal import Journal
 from npucompile.runtime.replay import replay
 from npucompile.runtime.request import Request, Sampling
 from npucompile.runtime.scheduler.kv_cache_manager import PrefixCacheSettings
@@ -25,11 +22,7 @@ from npucompile.runtime.scheduler.kv_cache_manager import PrefixCacheSettings
 KEPT = PrefixCacheSettings()
 
 
-@pytest.fixture(autouse=True)
-def _quiet() -> Iterator[None]:
-    logging.disable(logging.CRITICAL)
-    yield
-    logging.disable(logging.NOTSET)
+pytestmark = pytest.mark.usefixtures("quiet")
 
 
 @st.composite
@@ -94,29 +87,11 @@ def worlds(draw: st.DrawFn) -> tuple[tuple[toy.Visit, ...], dict[str, Any]]:
     return tuple(visits), device
 
 
-def play(visits: tuple[toy.Visit, ...], device: dict[str, Any]) -> tuple[toy.Serving, list[toy.Collector], list[Any]]:
-    served, entries = toy.serving(**device), list[Any]()
-    served.engine.stepper.journal = Journal(entries.append)
-    sinks: dict[str, toy.Collector] = {}
-    for now in range(35):
-        for visit in visits:
-            if visit.arrives == now:
-                sinks[visit.request.id] = served.submit(visit.request)
-                if visit.flushes:
-                    served.engine.flush_prefix_cache()
-            if visit.cancelled == now:
-                served.engine.cancel(visit.request.id)
-        served.engine.step()
-        served.engine.stepper.check()
-    served.drain()
-    return served, [sinks[visit.request.id] for visit in visits], entries
-
-
 @settings(max_examples=200)
 @given(worlds())
 def test_whatever_is_kept_each_request_gets_what_it_gets_alone(world: tuple[tuple[toy.Visit, ...], dict[str, Any]]) -> None:
     visits, device = world
-    served, sinks, entries = play(visits, device)
+    served, sinks, entries = toy.played(visits, device)
     for visit, sink in zip(visits, sinks, strict=True):
         expected = toy.reference_run(visit.request, device["limits"].max_model_len)
         if sink.end.reason in ("cancelled", "error"):

@@ -2,31 +2,24 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import toy_device as toy
 
-from npucompile.runtime.journal import Entry, Journal
+from npucompile.runtime.journal import Entry
 from npucompile.runtime.replay import Divergence, Replay, replay
 from npucompile.runtime.request import Request, Sampling
 
-
-class Visit(NamedTuple):
-    """A request that comes before a step, and may be cancelled before another."""
-
-    request: Request
-    arrives: int
-    cancelled: int | None
+pytestmark = pytest.mark.usefixtures("quiet")
 
 
 @st.composite
-def runs(draw: st.DrawFn) -> tuple[tuple[Visit, ...], dict[str, Any]]:
+def runs(draw: st.DrawFn) -> tuple[tuple[toy.Visit, ...], dict[str, Any]]:
     """Requests of any kind on a device that is small enough for preemptions, and may fail."""
     drafts = draw(st.integers(0, 3))
     visits = []
@@ -35,7 +28,7 @@ def runs(draw: st.DrawFn) -> tuple[tuple[Visit, ...], dict[str, Any]]:
         sampling = Sampling(temperature=draw(st.sampled_from([0.0, 1.0])), seed=draw(st.integers(0, 2**64 - 1)))
         request = Request(f"r{i}", prompt, draw(st.integers(1, 14)), sampling)
         arrives = draw(st.integers(0, 9))
-        visits.append(Visit(request, arrives, draw(st.none() | st.integers(arrives, arrives + 12))))
+        visits.append(toy.Visit(request, arrives, draw(st.none() | st.integers(arrives, arrives + 12))))
     device = {
         "limits": toy.limits_of(2, 17, 4 * (drafts + 1), 24, drafts),
         "buckets": toy.buckets_of(drafts),
@@ -45,38 +38,17 @@ def runs(draw: st.DrawFn) -> tuple[tuple[Visit, ...], dict[str, Any]]:
     return tuple(visits), device
 
 
-def record(visits: Sequence[Visit], device: dict[str, Any]) -> list[Entry]:
-    served, entries = toy.serving(**device), list[Entry]()
-    served.engine.stepper.journal = Journal(entries.append)
-    for now in range(24):
-        for visit in visits:
-            if visit.arrives == now:
-                served.submit(visit.request)
-            if visit.cancelled == now:
-                served.engine.cancel(visit.request.id)
-        served.engine.step()
-    served.drain()
-    return entries
-
-
-def repeat(entries: Sequence[Entry], visits: Sequence[Visit], device: dict[str, Any]) -> Replay:
+def repeat(entries: Sequence[Entry], visits: Sequence[toy.Visit], device: dict[str, Any]) -> Replay:
     served = toy.serving(**device)
     for visit in visits:
         served.device.register(visit.request)
     return replay(served.engine, entries)
 
 
-@pytest.fixture(autouse=True)
-def _quiet() -> Any:
-    logging.disable(logging.CRITICAL)
-    yield
-    logging.disable(logging.NOTSET)
-
-
 @settings(max_examples=60)
 @given(runs())
-def test_a_run_repeats_to_the_letter(run: tuple[tuple[Visit, ...], dict[str, Any]]) -> None:
-    entries = record(*run)
+def test_a_run_repeats_to_the_letter(run: tuple[tuple[toy.Visit, ...], dict[str, Any]]) -> None:
+    entries = toy.played(*run).entries
     found = repeat(entries, *run)
     assert found.divergence is None
     assert found.steps == sum(entry == ["step"] for entry in entries)
@@ -84,7 +56,7 @@ def test_a_run_repeats_to_the_letter(run: tuple[tuple[Visit, ...], dict[str, Any
 
 
 @st.composite
-def varied(draw: st.DrawFn) -> tuple[tuple[Visit, ...], dict[str, Any]]:
+def varied(draw: st.DrawFn) -> tuple[tuple[toy.Visit, ...], dict[str, Any]]:
     """Runs whose requests have priorities, tenants and deadlines; the clock goes on by a second whenever it is read."""
     visits, device = draw(runs())
     seconds = st.none() | st.integers(1, 60).map(lambda s: 1e3 * s)
@@ -107,15 +79,15 @@ def varied(draw: st.DrawFn) -> tuple[tuple[Visit, ...], dict[str, Any]]:
 
 @settings(max_examples=60)
 @given(varied())
-def test_a_run_with_priorities_tenants_and_deadlines_repeats_to_the_letter(run: tuple[tuple[Visit, ...], dict[str, Any]]) -> None:
-    entries = record(*run)
+def test_a_run_with_priorities_tenants_and_deadlines_repeats_to_the_letter(run: tuple[tuple[toy.Visit, ...], dict[str, Any]]) -> None:
+    entries = toy.played(*run).entries
     assert repeat(entries, *run).divergence is None
 
 
 def test_how_long_a_step_took_is_an_input() -> None:
-    visits = [Visit(Request(f"r{i}", (i,) * 9, 12, Sampling(1.0, seed=i)), 3 * i, None) for i in range(4)]
+    visits = [toy.Visit(Request(f"r{i}", (i,) * 9, 12, Sampling(1.0, seed=i)), 3 * i, None) for i in range(4)]
     device = {"buckets": toy.buckets_of(0, (1, 3, 8)), "itl_target_ms": 5000.0, "run_ahead": 0}
-    entries = record(visits, device)
+    entries = toy.played(visits, device).entries
     assert sum(entry[0] == "took" for entry in entries) == sum(entry[0] == "result" for entry in entries)
     assert repeat(entries, visits, device).divergence is None
     slower = [["took", 9e9] if entry[0] == "took" else entry for entry in entries]
@@ -123,8 +95,8 @@ def test_how_long_a_step_took_is_an_input() -> None:
 
 
 def test_a_deadline_is_an_input() -> None:
-    visits = [Visit(Request(f"r{i}", (i, 1), 20, Sampling(1.0, seed=i), timeout_ms=9e3 if i == 1 else None), 0, None) for i in range(3)]
-    entries = record(visits, DEVICE)
+    visits = [toy.Visit(Request(f"r{i}", (i, 1), 20, Sampling(1.0, seed=i), timeout_ms=9e3 if i == 1 else None), 0, None) for i in range(3)]
+    entries = toy.played(visits, DEVICE).entries
     (place,) = [i for i, entry in enumerate(entries) if entry[0] == "expired"]
     assert entries[place][2] == ["r1"]
     assert repeat(entries, visits, DEVICE).divergence is None
@@ -136,7 +108,7 @@ def test_a_deadline_is_an_input() -> None:
     assert (found.divergence.step, found.divergence.recorded) == (step_of(entries, place), earlier[place])
 
 
-VISITS = tuple(Visit(Request(f"r{i}", (i, 1, 2), 6, Sampling(1.0, seed=i)), i, None) for i in range(3))
+VISITS = tuple(toy.Visit(Request(f"r{i}", (i, 1, 2), 6, Sampling(1.0, seed=i)), i, None) for i in range(3))
 DEVICE = {"run_ahead": 1}
 
 
@@ -146,7 +118,7 @@ def step_of(entries: Sequence[Entry], place: int) -> int:
 
 @pytest.mark.parametrize("word", ["launch", "result"])
 def test_the_first_step_that_differs_is_named(word: str) -> None:
-    entries = record(VISITS, DEVICE)
+    entries = toy.played(VISITS, DEVICE).entries
     places = [i for i, entry in enumerate(entries) if entry[0] == word]
     for place in (places[0], places[len(places) // 2], places[-1]):
         changed = [*entries[:place], [word, "another bucket", *entries[place][2:]], *entries[place + 1 :]]
@@ -156,7 +128,7 @@ def test_the_first_step_that_differs_is_named(word: str) -> None:
 
 
 def test_a_request_that_is_refused_now_is_a_difference() -> None:
-    entries = record(VISITS, DEVICE)
+    entries = toy.played(VISITS, DEVICE).entries
     small = {**DEVICE, "limits": toy.limits_of(2, 5, 4, 2, 0), "buckets": toy.buckets_of(0)}
     found = repeat(entries, VISITS, small)
     assert found.divergence is not None
@@ -166,7 +138,7 @@ def test_a_request_that_is_refused_now_is_a_difference() -> None:
 
 
 def test_a_record_that_ends_early_is_repeated_as_far_as_it_goes() -> None:
-    entries = record(VISITS, DEVICE)
+    entries = toy.played(VISITS, DEVICE).entries
     steps = [i for i, entry in enumerate(entries) if entry == ["step"]]
     found = repeat(entries[: steps[4]], VISITS, DEVICE)
     assert (found.steps, found.divergence) == (4, None)
@@ -174,7 +146,7 @@ def test_a_record_that_ends_early_is_repeated_as_far_as_it_goes() -> None:
 
 def test_a_record_may_be_cut_anywhere_and_what_differs_before_is_found() -> None:
     """A process that is killed leaves one that ends between a launch and its result, or between two requests of a step."""
-    entries = record(VISITS, DEVICE)
+    entries = toy.played(VISITS, DEVICE).entries
     for length in range(1, len(entries) + 1):
         found = repeat(entries[:length], VISITS, DEVICE)
         assert (found.divergence, found.cut) == (None, True), entries[length - 1]

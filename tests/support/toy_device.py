@@ -19,6 +19,7 @@ import numpy as np
 from npucompile.graphs.steps.kind import SegmentSizes
 from npucompile.graphs.types import Bucket, Limits
 from npucompile.runtime.engine import Engine
+from npucompile.runtime.journal import Entry, Journal
 from npucompile.runtime.picture_spans import PictureInput, Span, position_offset, positions
 from npucompile.runtime.request import FinishEvent, Logprobs, Request, TokenEvent
 from npucompile.runtime.rng import random_number
@@ -101,7 +102,7 @@ class Visit(NamedTuple):
     request: Request
     arrives: int
     cancelled: int | None
-    flushes: bool
+    flushes: bool = False
 
 
 class ReferenceRun(NamedTuple):
@@ -671,6 +672,33 @@ class Serving(NamedTuple):
             if not self.engine.step():
                 return
         raise AssertionError(f"the engine is not idle after {most} steps")
+
+
+class Played(NamedTuple):
+    """What served visits, the sink of each, and the engine's journal."""
+
+    served: Serving
+    sinks: list[Collector]
+    entries: list[Entry]
+
+
+def played(visits: Sequence[Visit], device: Mapping[str, Any]) -> Played:
+    """Serves visits to their ends; `device` are options of `serving`."""
+    served, entries = serving(**device), list[Entry]()
+    served.engine.stepper.journal = Journal(entries.append)
+    sinks: dict[str, Collector] = {}
+    for now in range(35):
+        for visit in visits:
+            if visit.arrives == now:
+                sinks[visit.request.id] = served.submit(visit.request)
+                if visit.flushes:
+                    served.engine.flush_prefix_cache()
+            if visit.cancelled == now:
+                served.engine.cancel(visit.request.id)
+        served.engine.step()
+        served.engine.stepper.check()
+    served.drain()
+    return Played(served, [sinks[visit.request.id] for visit in visits], entries)
 
 
 def buckets_of(drafts: int, prefill: Sequence[int] = (3, 8), decode: Sequence[int] = (2, 4)) -> tuple[Bucket, ...]:

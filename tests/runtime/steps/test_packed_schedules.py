@@ -6,9 +6,8 @@ A schedule runs on the toy device, so its digest holds which steps are chosen as
 from __future__ import annotations
 
 import hashlib
-import logging
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -29,11 +28,7 @@ PAD = 12
 """The token in the places of all pictures."""
 
 
-@pytest.fixture(autouse=True)
-def _quiet() -> Iterator[None]:
-    logging.disable(logging.CRITICAL)
-    yield
-    logging.disable(logging.NOTSET)
+pytestmark = pytest.mark.usefixtures("quiet")
 
 
 def add(digest: Any, arrays: Mapping[str, np.ndarray]) -> None:
