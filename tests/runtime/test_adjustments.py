@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 from support import tiny
-from support.constrained import PROMPTS, Automaton, Outcome, asking, run, turns
+from support.constrained import PROMPTS, Automaton, asking, run, turns
+from support.toy_device import Collector
 from transformers import LogitsProcessor, LogitsProcessorList, RepetitionPenaltyLogitsProcessor, SequenceBiasLogitsProcessor
 
 from npucompile.graphs.errors import RequestError, SpecError
@@ -130,7 +131,7 @@ def test_a_grammar_masks_what_was_adjusted(executors):
 )
 def test_what_graphs_do_not_take_is_refused_by_name(executors, sampling, param, words):
     with pytest.raises(RequestError, match=words) as caught:
-        Engine(executors[2]).submit(asking(PROMPTS[0], sampling=Sampling(**sampling)), Outcome())
+        Engine(executors[2]).submit(asking(PROMPTS[0], sampling=Sampling(**sampling)), Collector())
     assert caught.value.param == param
 
 

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support import tiny
-from support.constrained import PROMPTS, Automaton, Outcome, asking, expected, run, turns
+from support.constrained import PROMPTS, Automaton, asking, expected, run, turns
+from support.toy_device import Collector
 
 from npucompile.graphs.errors import RequestError
 from npucompile.runtime.bitmasks import forbid
@@ -148,5 +149,5 @@ def test_a_form_without_a_common_token_is_a_dead_end_that_names_both(executors):
 )
 def test_what_cannot_be_followed_is_refused_by_name(executors, sampling, param, words):
     with pytest.raises(RequestError, match=words) as caught:
-        Engine(executors[2]).submit(asking(PROMPTS[0], sampling=Sampling(**sampling)), Outcome())
+        Engine(executors[2]).submit(asking(PROMPTS[0], sampling=Sampling(**sampling)), Collector())
     assert caught.value.param == param

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import msgpack
 import pytest
-from support.constrained import PROMPTS, Automaton, Outcome, asking, expected, rising, run, turns
+from support.constrained import PROMPTS, Automaton, asking, expected, rising, run, turns
+from support.toy_device import Collector
 
 from npucompile.graphs.errors import RequestError
 from npucompile.runtime.engine import Engine
@@ -69,7 +70,7 @@ def test_a_recorded_run_repeats_without_the_constraints_themselves(executors):
     dead = Automaton(lambda output: [] if len(output) >= 4 else turns(output))
     sampling = Sampling(temperature=1.5, seed=3)
     for name, constraint in (("a", Automaton(turns)), ("dead", dead), ("free", None), ("b", Automaton(rising))):
-        engine.submit(asking(PROMPTS[0], constraint, name, sampling=sampling), Outcome())
+        engine.submit(asking(PROMPTS[0], constraint, name, sampling=sampling), Collector())
     while engine.step():
         pass
     found = replay(Engine(executors[0]), entries)
@@ -81,4 +82,4 @@ def test_a_recorded_run_repeats_without_the_constraints_themselves(executors):
 
 def test_graphs_without_bitmasks_refuse_constraints(executors):
     with pytest.raises(RequestError, match="take no bitmasks; legal is a build with --structured-outputs"):
-        Engine(executors[2]).submit(asking(PROMPTS[0], Automaton(turns)), Outcome())
+        Engine(executors[2]).submit(asking(PROMPTS[0], Automaton(turns)), Collector())

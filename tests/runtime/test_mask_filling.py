@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 
 import msgpack
-from support.constrained import PROMPTS, Automaton, Outcome, asking, run, turns
+from support.constrained import PROMPTS, Automaton, asking, run, turns
+from support.toy_device import Collector
 
 from npucompile.runtime.engine import Engine
 from npucompile.runtime.journal import HELD, Journal
@@ -31,7 +32,7 @@ def test_a_request_whose_mask_is_not_ready_sits_out_and_the_others_end(executors
     alone = [outcome.tokens for outcome in run(executors[0], [asking(prompt, Automaton(turns)) for prompt in PROMPTS[:2]])]
     (free,) = [outcome.tokens for outcome in run(executors[0], [asking(PROMPTS[2])])]
     stuck, entries = Stuck(), []
-    engine, outcomes = Engine(executors[0]), [Outcome() for _ in range(3)]
+    engine, outcomes = Engine(executors[0]), [Collector() for _ in range(3)]
     engine.stepper.journal = Journal(lambda entry: entries.append(msgpack.unpackb(msgpack.packb(entry))))
     for request, outcome in zip(
         [asking(PROMPTS[0], stuck), asking(PROMPTS[1], Automaton(turns)), asking(PROMPTS[2])], outcomes, strict=True
@@ -51,7 +52,7 @@ def test_a_request_whose_mask_is_not_ready_sits_out_and_the_others_end(executors
 
 
 def test_a_request_is_cancelled_while_its_mask_is_filled(executors):
-    stuck, outcome = Stuck(), Outcome()
+    stuck, outcome = Stuck(), Collector()
     engine = Engine(executors[0])
     engine.submit(asking(PROMPTS[0], stuck, "a"), outcome)
     while len(outcome.tokens) < 3:
@@ -73,7 +74,7 @@ def test_what_exceeds_its_share_ends_alone(executors):
             spent.s = getattr(spent, "s", 0.0) + 0.5
             super().fill(output, drafts, bitmask)
 
-    engine, outcomes = Engine(executors[0]), [Outcome(), Outcome()]
+    engine, outcomes = Engine(executors[0]), [Collector(), Collector()]
     engine.stepper.masks = MaskFilling(executors[0].limits.bitmask_words, lambda: getattr(spent, "s", 0.0))
     for request, outcome in zip([asking(PROMPTS[0], Slow(turns)), asking(PROMPTS[1], Automaton(turns))], outcomes, strict=True):
         engine.submit(request, outcome)

@@ -102,11 +102,7 @@ CASES: dict[str, tuple[int | tuple[int, int], ...]] = {
 
 def serve(executor: Any, requests: Sequence[Request], **options: Any) -> tuple[list[toy.Collector], dict[str, Any]]:
     engine = Engine(executor, refresh_every_s=None, **options)
-    sinks = [toy.Collector() for _ in requests]
-    for request, sink in zip(requests, sinks, strict=True):
-        engine.submit(request, sink)
-    while engine.step():
-        engine.stepper.check()
+    sinks = toy.finished(engine, requests)
     for manager in engine.stepper.cache_managers:
         assert manager.pictures is not None
         assert manager.pictures.num_pinned == 0
@@ -122,11 +118,7 @@ def test_together_and_again(executor: CpuExecutor, run_ahead: int) -> None:
         of = launching if run_ahead else executor
         engine = Engine(of, refresh_every_s=None, run_ahead=run_ahead, prefix_cache=PrefixCacheSettings())
         for turn in range(2):
-            sinks = [toy.Collector() for _ in requests]
-            for request, sink in zip(requests, sinks, strict=True):
-                engine.submit(request, sink)
-            while engine.step():
-                engine.stepper.check()
+            sinks = toy.finished(engine, requests)
             for seed, (sink, (name, parts)) in enumerate(zip(sinks, CASES.items(), strict=True)):
                 assert (sink.tokens, sink.end.message) == (expected(parts, seed), None), (name, turn)
         stats = engine.stats()
@@ -179,10 +171,7 @@ def test_two_pictures_of_equal_size_and_one_twice(executor: CpuExecutor) -> None
     engine = Engine(executor, refresh_every_s=None, prefix_cache=PrefixCacheSettings())
     records = []
     for name, place in (("a", 0), ("b", 1), ("c", 0), ("d", 2)):
-        sink = toy.Collector()
-        engine.submit(asked(name, (first, other, twice)[place]), sink)
-        while engine.step():
-            engine.stepper.check()
+        (sink,) = toy.finished(engine, [asked(name, (first, other, twice)[place])])
         assert sink.tokens == tokens[place], name
         records.append((sink.end.record.cached_tokens, sink.end.record.encoded_pictures))
     assert [encoded for _, encoded in records] == [1, 1, 0, 1]
@@ -218,14 +207,10 @@ def converse(executor: Any, name: str, count: int, **fields: Any) -> dict[str, A
     engine = Engine(executor, refresh_every_s=None, prefix_cache=PrefixCacheSettings())
     prompts = {case: towers.prompt(name, list(parts), seed) for seed, (case, parts) in enumerate(CASES.items())}
     for turn in range(2):
-        sinks = {case: toy.Collector() for case in prompts}
-        for case, prompt in prompts.items():
-            engine.submit(asked(case, prompt, count=count, **fields), sinks[case])
-        while engine.step():
-            engine.stepper.check()
-        for place, (case, prompt) in enumerate(prompts.items()):
-            answer = sinks[case].tokens
-            assert (len(answer), sinks[case].end.message) == (count, None), (case, turn)
+        sinks = toy.finished(engine, [asked(case, prompt, count=count, **fields) for case, prompt in prompts.items()])
+        for place, ((case, prompt), sink) in enumerate(zip(prompts.items(), sinks, strict=True)):
+            answer = sink.tokens
+            assert (len(answer), sink.end.message) == (count, None), (case, turn)
             assert prompt.greedy(name, answer) == answer, (case, turn)
             prompts[case] = prompt.then(answer, towers.prompt(name, list(LATER), 20 + place))
     return engine.stats()

@@ -137,15 +137,6 @@ def executor(tiny_artifact: Path) -> CpuExecutor:
     return CpuExecutor(Artifact.open(tiny_artifact))
 
 
-def end_of(engine: Engine, *requests: Request) -> list[toy.Collector]:
-    sinks = [toy.Collector() for _ in requests]
-    for request, sink in zip(requests, sinks, strict=True):
-        engine.submit(request, sink)
-    while engine.step():
-        engine.stepper.check()
-    return sinks
-
-
 def prompt_of(shared: int) -> tuple[int, ...]:
     """The text up to there, and tokens that it does not go on with."""
     return (*TEXT[:shared], 251 + shared % 3, 17, 5)[:55]
@@ -159,7 +150,7 @@ def test_tokens_are_those_of_a_cold_engine_wherever_prompts_part(executor: CpuEx
     cuts = [14, 15, 16, 17, 31, 32, 33, 51]
     requests = [Request(f"r{cut}", prompt_of(cut), TOKENS, sampling) for cut in cuts]
     tiny.poison(executor)
-    cold = [end_of(Engine(executor, refresh_every_s=None), request)[0] for request in requests]
+    cold = [toy.finished(Engine(executor, refresh_every_s=None), [request])[0] for request in requests]
     tiny.poison(executor)
     with tiny.Launching(executor) as launching:
         engine = Engine(launching, refresh_every_s=None, run_ahead=run_ahead, prefix_cache=KEPT)
@@ -167,12 +158,12 @@ def test_tokens_are_those_of_a_cold_engine_wherever_prompts_part(executor: CpuEx
         # There is no place for all that they leave.
         for part in (requests[:4], requests[4:]):
             engine.flush_prefix_cache()
-            first = end_of(engine, Request("first", TEXT[:52], 4, sampling))[0]
+            first = toy.finished(engine, [Request("first", TEXT[:52], 4, sampling)])[0]
             assert first.end.record.cached_tokens == 0
-            warm += [end_of(engine, request)[0] for request in part]
-        again = end_of(engine, *requests[-3:])
-        unread = end_of(engine, Request("u", prompt_of(33), TOKENS, sampling, skip_reading_prefix_cache=True))[0]
-        salted = end_of(engine, Request("s", prompt_of(33), TOKENS, sampling, cache_salt="another"))[0]
+            warm += [toy.finished(engine, [request])[0] for request in part]
+        again = toy.finished(engine, requests[-3:])
+        unread = toy.finished(engine, [Request("u", prompt_of(33), TOKENS, sampling, skip_reading_prefix_cache=True)])[0]
+        salted = toy.finished(engine, [Request("s", prompt_of(33), TOKENS, sampling, cache_salt="another")])[0]
         stats = engine.stats()
         engine.flush_prefix_cache()
         engine.step()
@@ -205,10 +196,10 @@ def test_a_conversation_goes_on_behind_its_last_answer(executor: CpuExecutor, ki
             said: tuple[int, ...] = TEXT[:9]
             for turn in range(2):
                 request = Request(f"{length} {turn}", said, length, SAMPLINGS[kind], speculative_tokens=drafts)
-                (sink,) = end_of(warm, request)
+                (sink,) = toy.finished(warm, [request])
                 found.append((len(said), sink.end.record.cached_tokens))
                 if turn:
-                    assert sink.tokens == end_of(cold, request)[0].tokens, (length, turn)
+                    assert sink.tokens == toy.finished(cold, [request])[0].tokens, (length, turn)
                 said = (*said, *sink.tokens, *TEXT[20 : 23 + length % 3])
     # All but the last token of an answer was computed, whatever page it ended in.
     expected = [(9 + length + 3 + length % 3, 9 + length - 1) for length in lengths]

@@ -13,7 +13,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import tiny
-from support.constrained import Automaton, Outcome, asking, run, turns
+from support.constrained import Automaton, asking, run, turns
+from support.toy_device import Collector, finished
 
 from npucompile.graphs.errors import RequestError
 from npucompile.graphs.steps.prefill import PREFILL
@@ -30,13 +31,12 @@ TEXT = b"In the beginning God created the heaven and the earth. And the earth wa
 MOST, TOKENS = 3, 12
 
 
-class Scored(Outcome):
+class Scored(Collector):
     """Sink of a request that wants log probabilities of its prompt."""
 
     def __init__(self) -> None:
         super().__init__()
         self.prompt_logprobs: list[Logprobs] = []
-        self.logprobs: list[Logprobs] = []
 
     def __call__(self, event: Event) -> None:
         super().__call__(event)
@@ -44,17 +44,10 @@ class Scored(Outcome):
             # What is told of the prompt is told before anything else.
             assert not event.prompt_logprobs or len(self.tokens) == len(event.token_ids)
             self.prompt_logprobs += event.prompt_logprobs
-            self.logprobs += event.logprobs
 
 
 def finish(engine: Engine, requests: Sequence[Request]) -> list[Scored]:
-    sinks = [Scored() for _ in requests]
-    for request, sink in zip(requests, sinks, strict=True):
-        engine.submit(request, sink)
-    while engine.step():
-        pass
-    engine.stepper.check()
-    return sinks
+    return finished(engine, requests, Scored)
 
 
 @torch.no_grad()
@@ -167,7 +160,7 @@ def test_a_run_with_scores_can_be_repeated(executors, which):
 def test_graphs_without_bitmasks_score_nothing(executors):
     def refused(executor: Executor, **options: Any) -> RequestError:
         with pytest.raises(RequestError) as caught:
-            Engine(executor).submit(replace(asking(TEXT[:5]), **options), Outcome())
+            Engine(executor).submit(replace(asking(TEXT[:5]), **options), Collector())
         assert caught.value.param == "prompt_logprobs"
         return caught.value
 

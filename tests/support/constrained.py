@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 import torch
 from support import tiny
+from support.toy_device import Collector, finished
 
 from npucompile.runtime.constraint import Bitmask, Constraint
 from npucompile.runtime.engine import Engine
 from npucompile.runtime.executor import Executor
-from npucompile.runtime.request import Event, FinishEvent, Request, TokenEvent
+from npucompile.runtime.request import Request
 
 PROMPTS = [b"In the beginning", b"a", b"And it came to pass", b"the", b"zz"]
 TOKENS, BITMASKS = 16, 2
@@ -53,28 +54,8 @@ def expected(theirs: Any, prompt: bytes, legal: Callable[[Sequence[int]], Sequen
     return tokens[: tokens.index(tiny.EOS)] if tiny.EOS in tokens else tokens
 
 
-class Outcome:
-    """Sink of one request."""
-
-    def __init__(self) -> None:
-        self.tokens: list[int] = []
-        self.end: FinishEvent | None = None
-
-    def __call__(self, event: Event) -> None:
-        if isinstance(event, TokenEvent):
-            self.tokens += event.token_ids
-        else:
-            self.end = event
-
-
-def run(executor: Executor, requests: Sequence[Request], run_ahead: int | None = None) -> list[Outcome]:
-    engine, outcomes = Engine(executor, run_ahead=run_ahead), [Outcome() for _ in requests]
-    for request, outcome in zip(requests, outcomes, strict=True):
-        engine.submit(request, outcome)
-    while engine.step():
-        pass
-    engine.stepper.check()
-    return outcomes
+def run(executor: Executor, requests: Sequence[Request], run_ahead: int | None = None) -> list[Collector]:
+    return finished(Engine(executor, run_ahead=run_ahead), requests)
 
 
 def asking(prompt: bytes, constraint: Constraint | None = None, name: str = "", **options: Any) -> Request:

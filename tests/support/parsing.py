@@ -62,8 +62,8 @@ def joined(parser: Any, pieces: Iterable[str]) -> list[Any]:
     assert "" not in parts
     together: list[Any] = []
     for part in whole(parts):
-        if isinstance(part, str) and together and isinstance(together[-1], str):
-            together[-1] += part
+        if together and type(part) is type(together[-1]) is not Call:
+            together[-1] = together[-1] + part if isinstance(part, str) else type(part)(together[-1].text + part.text)
         else:
             together.append(part)
     return together

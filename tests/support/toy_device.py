@@ -12,7 +12,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -636,7 +636,7 @@ class Collector:
         if isinstance(event, FinishEvent):
             self.end = event
             return
-        assert event.token_ids
+        assert event.token_ids or event.prompt_logprobs
         assert len(event.logprobs) in (0, len(event.token_ids))
         self.events.append(event)
         self.tokens += event.token_ids
@@ -672,6 +672,20 @@ class Serving(NamedTuple):
             if not self.engine.step():
                 return
         raise AssertionError(f"the engine is not idle after {most} steps")
+
+
+S = TypeVar("S", bound=Collector)
+
+
+def finished(engine: Engine, requests: Sequence[Request], sink: Callable[[], S] = Collector) -> list[S]:  # type: ignore[assignment]
+    """The sink of each request, when all have ended."""
+    sinks = [sink() for _ in requests]
+    for request, own in zip(requests, sinks, strict=True):
+        engine.submit(request, own)
+    while engine.step():
+        engine.stepper.check()
+    engine.stepper.check()
+    return sinks
 
 
 class Played(NamedTuple):

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.calls import written
-from support.parsing import Call, pieces_of, whole
+from support.parsing import Call, joined, pieces_of
 
 from npucompile.server.parsers.call_formats import FORMATS
 from npucompile.server.parsers.message import MessageParser
@@ -20,14 +20,7 @@ WORDS = ["<think>", "</think>", CALL, "<tool_call>", "</tool_call>", "\n", "<", 
 
 def parse(pieces, reasoning=True, tools=True):
     parser = MessageParser(ReasoningParser(False) if reasoning else None, ToolCallParser(FORMATS["hermes"], {}) if tools else None)
-    parts = [part for piece in pieces for part in parser.push(piece)] + parser.finish()
-    together = []
-    for part in whole(parts):
-        if together and type(part) is type(together[-1]) is not Call:
-            together[-1] = type(part)(together[-1].text + part.text)
-        else:
-            together.append(part)
-    return together
+    return joined(parser, pieces)
 
 
 def test_a_message_has_all_three():

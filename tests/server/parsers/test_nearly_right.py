@@ -7,7 +7,7 @@ import re
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.parsing import Call, pieces_of, whole
+from support.parsing import Call, joined, pieces_of
 
 from npucompile.server.chat.format import ChatFormat
 from npucompile.server.parsers.call_formats import FORMATS
@@ -28,14 +28,7 @@ SEP, BEGIN, END = "<｜tool▁sep｜>", "<｜tool▁call▁begin｜>", "<｜tool
 
 def parse(form, prompt, pieces, tools=TOOLS):
     parser = ChatFormat(None, "qwen3", form).parser(prompt, tools)
-    parts = [part for piece in pieces for part in parser.push(piece)] + parser.finish()
-    together = []
-    for part in whole(parts):
-        if together and type(part) is type(together[-1]) is not Call:
-            together[-1] = type(part)(together[-1].text + part.text)
-        else:
-            together.append(part)
-    return together
+    return joined(parser, pieces)
 
 
 TAGGED = [
