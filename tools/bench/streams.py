@@ -20,7 +20,6 @@ from ...lowering.backends.inductor.huge_pages import settle
 from ...lowering.executable import HostExecutable
 from ...runtime.cpu_executor import CpuExecutor
 from ...runtime.engine import Engine
-from ...runtime.executor import Executor
 from ...runtime.request import Event, ExecutionRecord, FinishEvent, Request, TokenEvent
 from ...server.run import serving
 from ..progress import Progress
@@ -172,18 +171,6 @@ class _Timed:
         results = self._inner(operands)
         self._calls.append(Call(self._kind, began, self._clock() - began))
         return results
-
-
-def through_engine(executor: Executor, calls: Sequence[Call], load: Load, clock: Clock = time.perf_counter) -> Run:
-    """Serves a load with a new engine, stepped by this thread.
-
-    Args:
-        calls: those of a TimedExecutor, to which every step of `executor` appends.
-
-    Raises:
-        NpucompileError: a request failed.
-    """
-    return through_stepped(Engine(executor, refresh_every_s=None), calls, load, clock)
 
 
 def through_stepped(engine: Engine, calls: Sequence[Call], load: Load, clock: Clock = time.perf_counter) -> Run:

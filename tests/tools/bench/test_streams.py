@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from npucompile.tools.bench import streams as bench_streams
 from npucompile.tools.bench.report import as_text
 from npucompile.tools.bench.serve.outcome import Arrival, Outcome
 from npucompile.tools.bench.stats import Spread
-from npucompile.tools.bench.streams import Call, Load, Run, TimedExecutor, row, rows_of, streams, through_engine, through_running
+from npucompile.tools.bench.streams import Call, Load, Run, TimedExecutor, row, rows_of, streams, through_stepped
 from npucompile.tools.ranks.offline import complete
 
 
@@ -65,10 +64,13 @@ class Steps:
     def compiles(self) -> int:
         return 0
 
+    def serve(self, load: Load) -> Run:
+        return through_stepped(Engine(self, refresh_every_s=None), self.calls, load, self.clock)  # type: ignore[arg-type]
+
 
 def test_a_stream_through_the_engine_is_timed_token_by_token() -> None:
     steps = Steps()
-    run = through_engine(steps, steps.calls, Load(1, 10, 4), steps.clock)
+    run = steps.serve(Load(1, 10, 4))
     assert run.token_ids == ((1, 2, 3, 4),)
     assert run.outcomes[0].arrivals == ((8.0, 1), (16.0, 1), (24.0, 1), (32.0, 1))
     assert run.tokens_per_s == 4 / 32
@@ -79,7 +81,7 @@ def test_a_stream_through_the_engine_is_timed_token_by_token() -> None:
 
 def test_a_stream_with_drafts_gets_several_tokens_at_once() -> None:
     steps = Steps(drafts=2)
-    run = through_engine(steps, steps.calls, Load(1, 10, 6), steps.clock)
+    run = steps.serve(Load(1, 10, 6))
     assert run.token_ids == ((1, 2, 2, 2, 3, 3),)
     # The step that ends the output gives one more than is wanted of it.
     assert run.outcomes[0].arrivals == ((8.0, 1), (16.0, 3), (24.0, 2))
@@ -90,7 +92,7 @@ def test_a_stream_with_drafts_gets_several_tokens_at_once() -> None:
 
 def test_all_streams_start_together_and_share_steps() -> None:
     steps = Steps()
-    run = through_engine(steps, steps.calls, Load(3, 10, 5), steps.clock)
+    run = steps.serve(Load(3, 10, 5))
     assert [len(ids) for ids in run.token_ids] == [5, 5, 5]
     assert min(outcome.arrivals[0].s for outcome in run.outcomes) == 8.0
     assert len(steps.calls) < 3 * 5
@@ -99,25 +101,11 @@ def test_all_streams_start_together_and_share_steps() -> None:
 
 def test_a_second_run_counts_its_own_steps_only() -> None:
     steps = Steps()
-    runs = [through_engine(steps, steps.calls, Load(1, 10, 4), steps.clock) for _ in range(2)]
+    runs = [steps.serve(Load(1, 10, 4)) for _ in range(2)]
     assert [len(run.steps) for run in runs] == [2, 2]
     cells = row(Load(1, 10, 4), "engine", runs)
     assert [cells[key].median for key in ("step_ms", "executable_ms", "host_ms")] == [8e3, 5e3, 3e3]  # type: ignore[union-attr]
     assert cells["acceptance_length"] is None
-
-
-def test_an_engine_that_runs_by_itself_serves_the_same_in_the_same_steps() -> None:
-    steps, running = Steps(), Steps()
-    load = Load(3, 10, 5)
-    engine = Engine.from_loader(lambda: running, refresh_every_s=None)
-    try:
-        for _ in range(2):
-            alone = through_engine(steps, steps.calls, load, steps.clock)
-            run = through_running(engine, running.calls, load, running.clock)
-            assert replace(run, records=()) == replace(alone, records=())
-            assert [record.total_ms > 0 for record in run.records] == [True] * 3
-    finally:
-        engine.stop()
 
 
 def test_the_websockets_share_of_the_engines_rate_is_that_within_a_round() -> None:
@@ -133,7 +121,7 @@ def test_the_websockets_share_of_the_engines_rate_is_that_within_a_round() -> No
 def test_a_stream_that_fails_is_no_figure() -> None:
     steps = Steps(fails=True)
     with pytest.raises(NpucompileError, match="reason='error'"):
-        through_engine(steps, steps.calls, Load(1, 10, 4), steps.clock)
+        steps.serve(Load(1, 10, 4))
 
 
 def test_tokens_that_arrive_together_share_the_time() -> None:
