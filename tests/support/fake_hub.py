@@ -26,7 +26,6 @@ class FakeHub:
         cut: bytes of a file after which a connection ends, once for each number.
         wrong: files of which it sends other bytes.
         asked: methods and paths of requests.
-        ranges: what `Range` of requests for files said.
     """
 
     files: dict[str, dict[str, bytes]] = field(default_factory=dict)
@@ -34,7 +33,6 @@ class FakeHub:
     cut: dict[str, list[int]] = field(default_factory=dict)
     wrong: set[str] = field(default_factory=set)
     asked: list[tuple[str, str]] = field(default_factory=list)
-    ranges: list[str] = field(default_factory=list)
     url: str = ""
 
     def add(self, name: str, directory: Path) -> None:
@@ -94,7 +92,6 @@ class Handler(BaseHTTPRequestHandler):
             data = bytes(len(data) // 2) + data[len(data) // 2 :]
         first = 0
         if wanted := self.headers.get("Range"):
-            self.hub.ranges.append(wanted)
             first = int(wanted.removeprefix("bytes=").partition("-")[0])
             headers["Content-Range"] = f"bytes {first}-{len(data) - 1}/{len(data)}"
         cut = self.hub.cut[file].pop(0) if body and self.hub.cut.get(file) else None

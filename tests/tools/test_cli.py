@@ -6,6 +6,7 @@ import errno
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import click
@@ -115,72 +116,60 @@ def test_an_unknown_name_is_answered_with_those_there_are(arguments, said):
     assert said in result.stderr
 
 
+def group_of(callback: Callable[[], object]) -> Commands:
+    """A group whose every command does this."""
+    group = Commands("group")
+    group.get_command = lambda context, name: click.Command(name, callback=callback)
+    return group
+
+
+def raising(error: Exception) -> Commands:
+    def fail():
+        raise error
+
+    return group_of(fail)
+
+
 @pytest.mark.parametrize("words", [["--help"], ["say"]])
 def test_whoever_has_read_enough_of_the_output_ends_the_command_well(monkeypatch, words):
     """`npucompile models | head -1` under `set -o pipefail`."""
-
-    @click.command("say")
-    def say():
-        click.echo("something")
-
-    group = Commands("group")
-    group.get_command = lambda context, name: say
     reader, writer = os.pipe()
     os.close(reader)
     with os.fdopen(writer, "w") as output:
         monkeypatch.setattr("sys.stdout", output)
         with pytest.raises(SystemExit) as ended:
-            group.main(words)
+            group_of(lambda: click.echo("something")).main(words)
     assert ended.value.code == 0
+
+
+FULL = "for artifacts, caches and temporary files; what is finished is kept, and the next try goes on"
 
 
 @pytest.mark.parametrize(
     ("error", "message"),
     [
-        (SpecError("16 is not 17"), "Error: 16 is not 17"),
-        (VerifyError("they differ"), "Error: they differ"),
-        (PermissionError(errno.EACCES, "Permission denied", "/out"), "Error: [Errno 13] Permission denied: '/out'"),
+        (SpecError("16 is not 17"), "16 is not 17"),
+        (VerifyError("they differ"), "they differ"),
+        (PermissionError(errno.EACCES, "Permission denied", "/out"), "[Errno 13] Permission denied: '/out'"),
+        # As write() raises it: without the name of a file.
+        *((OSError(number, os.strerror(number)), f"{os.strerror(number)} {FULL}") for number in (errno.ENOSPC, errno.EDQUOT)),
     ],
 )
 def test_a_refusal_is_one_line_and_status_1(error, message):
-    @click.command(cls=Commands)
-    def group():
-        pass
-
-    @click.command("fail")
-    def fail():
-        raise error
-
-    group.add_command(fail)
-    group.get_command = lambda context, name: fail
-    result = CliRunner().invoke(group, ["fail"])
-    assert result.exit_code == 1
-    assert result.stderr.strip() == message
+    result = CliRunner().invoke(raising(error), ["fail"])
+    assert (result.exit_code, result.output) == (1, f"Error: {message}\n")
 
 
-def test_a_defect_is_not_dressed_up_as_a_refusal():
-    for error in (KeyError("x"), BrokenPipeError(), RuntimeError("x")):
-
-        @click.command("fail")
-        def fail(error=error):
-            raise error
-
-        group = Commands("group")
-        group.get_command = lambda context, name, fail=fail: fail
-        with pytest.raises(type(error)) as caught:
-            group.main(["fail"], standalone_mode=False)
-        assert not hasattr(caught.value, "__notes__")
+@pytest.mark.parametrize("error", [KeyError("x"), BrokenPipeError(), RuntimeError("x")])
+def test_a_defect_is_not_dressed_up_as_a_refusal(error):
+    with pytest.raises(type(error)) as caught:
+        raising(error).main(["fail"], standalone_mode=False)
+    assert not hasattr(caught.value, "__notes__")
 
 
 @pytest.mark.parametrize("error", [NpucompileError("error code is 207008"), RuntimeError("error code is 207008")])
 def test_an_error_of_a_device_says_what_to_type_next(error):
-    @click.command("fail")
-    def fail():
-        raise error
-
-    group = Commands("group")
-    group.get_command = lambda context, name: fail
-    result = CliRunner().invoke(group, ["fail"])
+    result = CliRunner().invoke(raising(error), ["fail"])
     said = "".join(result.exception.__notes__) if isinstance(error, RuntimeError) else result.stderr
     assert "207008: there are no more streams. Next: npucompile serve ARTIFACT --off buckets" in said
 
@@ -214,18 +203,3 @@ def test_variables_reach_this_process_and_those_it_starts(monkeypatch, tmp_path)
     assert home.environment["NPUCOMPILE_TEST"] == "before"
     assert changed.without_variable("NPUCOMPILE_TEST") == Home(tmp_path, {"PATH": "/bin"})
     assert "NPUCOMPILE_TEST" not in os.environ
-
-
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
-def test_a_full_disk_is_one_line(monkeypatch, number):
-    def full(*_):
-        # As write() raises it: without the name of a file.
-        raise OSError(number, os.strerror(number))
-
-    monkeypatch.setattr(Commands, "get_command", lambda *_: click.Command("models", callback=full))
-    result = CliRunner().invoke(main, ["models"])
-    assert result.exit_code == 1
-    assert (
-        result.output == f"Error: {os.strerror(number)} for artifacts, caches and temporary files; what is finished is kept, "
-        "and the next try goes on\n"
-    )

@@ -10,7 +10,6 @@ import sys
 from io import StringIO
 from types import ModuleType
 
-import huggingface_hub
 import pytest
 from support import tiny
 from support.fake_hub import COMMIT, fake_hub
@@ -116,14 +115,6 @@ def test_an_interrupted_fetch_goes_on_where_it_was(tmp_path, hub, environment, s
     assert hub.fetched() == [SECOND]
     assert (snapshot(tmp_path) / SECOND).read_bytes() == (sharded / SECOND).read_bytes()
     assert open_checkpoint(path).tensors.keys() == open_checkpoint(sharded).tensors.keys()
-
-
-def test_a_connection_that_ends_within_a_file_is_taken_up_again(hub, environment, sharded, tmp_path, monkeypatch):
-    monkeypatch.setattr(huggingface_hub.constants, "DOWNLOAD_CHUNK_SIZE", 256)
-    hub.cut[SECOND] = [1000]
-    checkpoint_of(NAME, environment, QUIET)
-    assert hub.ranges == ["bytes=768-"]
-    assert (snapshot(tmp_path) / SECOND).read_bytes() == (sharded / SECOND).read_bytes()
 
 
 def test_other_bytes_than_the_hubs_digest_are_refused_and_fetched_again(tmp_path, hub, environment):
