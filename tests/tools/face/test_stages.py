@@ -120,27 +120,22 @@ def test_values_change_their_layout_on_npus(mesh: Any, rules: Any) -> None:
     assert len({kind for kind, _, _ in parts.collectives}) > 1
 
 
-@pytest.mark.parametrize("name", ["two products", "attention"])
-def test_one_npu_runs_what_torch_runs(name: str) -> None:
-    case = CASES[name]
-    compiled = npc.trace(case.function, *case.avals).partition().lower("ascend-a2").compile(progress=False)
+# Of bfloat16 every bit: it rounds where torch rounds.
+@pytest.mark.parametrize(
+    ("case", "placed", "target", "backend", "tolerance"),
+    [
+        (CASES["two products"], ({},), "ascend-a2", "ge", CPU_TOLERANCE),
+        (CASES["attention"], ({},), "ascend-a2", "ge", CPU_TOLERANCE),
+        (products(BF16), ({"x": 2}, {"rows": "x"}), "ascend-a3", "ge", {"rtol": 0, "atol": 0}),
+        (products(), ({"x": 4}, {"ffn": "x"}), "cpu", "eager", CPU_TOLERANCE),
+    ],
+    ids=["products", "attention", "bfloat16", "ranks of this machine"],
+)
+def test_it_runs_what_torch_runs(case: Case, placed: Any, target: str, backend: str, tolerance: Any) -> None:
+    compiled = npc.trace(case.function, *case.avals).partition(*placed).lower(target).compile(progress=False)
+    assert compiled.graph.backend == backend
     arguments = drawn(case.avals)
-    same(compiled.emulate(*arguments), case.function(*arguments), **CPU_TOLERANCE)
-
-
-def test_bfloat16_rounds_where_torch_rounds() -> None:
-    case = products(BF16)
-    compiled = npc.trace(case.function, *case.avals).partition({"x": 2}, {"rows": "x"}).lower("ascend-a3").compile(progress=False)
-    arguments = drawn(case.avals)
-    same(compiled.emulate(*arguments), case.function(*arguments), rtol=0, atol=0)
-
-
-def test_ranks_of_this_machine_run_uncompiled_and_together() -> None:
-    case = products()
-    compiled = npc.trace(case.function, *case.avals).partition({"x": 4}, {"ffn": "x"}).lower().compile(progress=False)
-    assert compiled.graph.backend == "eager"
-    arguments = drawn(case.avals)
-    same(compiled.emulate(*arguments), case.function(*arguments), **CPU_TOLERANCE)
+    same(compiled.emulate(*arguments), case.function(*arguments), **tolerance)
 
 
 def test_every_stage_says_what_it_is_and_costs() -> None:
@@ -254,25 +249,20 @@ def test_a_mesh_that_does_not_fit_is_refused(mesh: Any, rules: Any, error: type[
 
 
 @pytest.mark.parametrize(
-    ("target", "options", "message"),
+    ("target", "ranks", "options", "message"),
     [
-        ("ascend-a4", {}, r"target 'ascend-a4' is not known \(did you mean ascend-a3\?\); legal are cpu, ascend-a3, ascend-a2"),
-        ("cpu", {"backend": "ge"}, r"backend 'ge' does not build for cpu and mesh x=2; legal are eager, null"),
-        ("cpu", {"backend": "inductor"}, r"backend 'inductor' does not build for cpu and mesh x=2; legal are eager, null"),
-        ("ascend-a3", {"cann": "7.0"}, r"CANN release '7\.0' is not known; legal are"),
-        ("cpu", {"cann": "9.1"}, r"cann is '9\.1' .* for cpu; legal is neither: it is no NPU"),
+        ("cpu", 65, {}, "mesh x=65 has 65 ranks and cpu at most 64"),
+        ("ascend-a4", 2, {}, r"target 'ascend-a4' is not known \(did you mean ascend-a3\?\); legal are cpu, ascend-a3, ascend-a2"),
+        ("cpu", 2, {"backend": "ge"}, r"backend 'ge' does not build for cpu and mesh x=2; legal are eager, null"),
+        ("cpu", 2, {"backend": "inductor"}, r"backend 'inductor' does not build for cpu and mesh x=2; legal are eager, null"),
+        ("ascend-a3", 2, {"cann": "7.0"}, r"CANN release '7\.0' is not known; legal are"),
+        ("cpu", 2, {"cann": "9.1"}, r"cann is '9\.1' .* for cpu; legal is neither: it is no NPU"),
     ],
 )
-def test_a_target_that_is_not_there_is_refused(target: str, options: Any, message: str) -> None:
-    parts = npc.trace(torch.sigmoid, npc.Aval((4,), F32)).partition({"x": 2})
+def test_a_target_that_is_not_there_is_refused(target: str, ranks: int, options: Any, message: str) -> None:
+    parts = npc.trace(torch.sigmoid, npc.Aval((4,), F32)).partition({"x": ranks})
     with pytest.raises(SpecError, match=message):
         parts.lower(target, **options)
-
-
-def test_more_ranks_than_a_target_has_are_refused() -> None:
-    parts = npc.trace(torch.sigmoid, npc.Aval((4,), F32)).partition({"x": 65})
-    with pytest.raises(SpecError, match="mesh x=65 has 65 ranks and cpu at most 64"):
-        parts.lower("cpu")
 
 
 def test_what_no_process_runs_is_not_called() -> None:

@@ -95,11 +95,14 @@ def test_every_check_is_named_with_its_measurements(prove):
         ("accept", lambda counts: counts.clamp(max=1), r"counts are \["),
         ("accept", lambda counts: counts.clamp(min=1) + (counts == 1).int(), r"counts are \["),
         ("request_slot_write", lambda pool: torch.cat([pool[1:], pool[:1]]), r"request slot \d holds \["),
+        ("gated_rms_norm", torch.neg, "logits differ"),
+        ("paged_attention", lambda out: out * 1.05, "logits differ"),
+        ("delta_gates", lambda out: (out[0] * 1.2, out[1]), "logits differ"),
     ],
-    ids=["none", "wrong", "another"],
+    ids=["none", "wrong", "another", "sign", "scale", "decay"],
 )
-@pytest.mark.short_cases("wrong", "another")
-def test_a_wrong_way_to_accept_is_found(prove, monkeypatch, name, change, difference):
+@pytest.mark.short_cases("wrong", "another", "decay")
+def test_a_wrong_lowering_is_found(prove, monkeypatch, name, change, difference):
     lowered_otherwise(monkeypatch, name, change)
     with pytest.raises(VerifyError, match=rf"lowered f32, rank 0 \(dp 0, tp 0\), step 0 \(decode-b4-q2\): {difference}"):
         prove()
@@ -109,18 +112,6 @@ def test_drafts_of_another_part_of_the_vocabulary_are_found(prove, monkeypatch):
     right = sampling._best_of_shards
     monkeypatch.setattr(sampling, "_best_of_shards", lambda logits: (right(logits) + logits.shape[-1]) % (2 * logits.shape[-1]))
     with pytest.raises(VerifyError, match=r"lowered f32, rank 0 \(dp 0, tp 0\), step 0 \(decode-b4-q2\): drafts of rows"):
-        prove()
-
-
-@pytest.mark.parametrize(
-    ("name", "change"),
-    [("gated_rms_norm", torch.neg), ("paged_attention", lambda out: out * 1.05), ("delta_gates", lambda out: (out[0] * 1.2, out[1]))],
-    ids=["sign", "scale", "decay"],
-)
-@pytest.mark.short_cases("decay")
-def test_a_wrong_lowering_is_found(prove, monkeypatch, name, change):
-    lowered_otherwise(monkeypatch, name, change)
-    with pytest.raises(VerifyError, match=r"lowered f32, rank 0 \(dp 0, tp 0\), step 0 \(decode-b4-q2\): logits differ"):
         prove()
 
 

@@ -286,18 +286,13 @@ def test_it_waits_for_what_the_build_publishes_and_not_for_what_was_there(own_ar
     assert started.command[5:] == ["model", "--out", str(own_artifact), "--jobs", "1", "--nice", str(module.BUILD_NICENESS)]
 
 
-def test_a_build_that_ends_at_once_is_seen(own_artifact, started):
+@pytest.mark.parametrize("publishes", [True, False])
+def test_a_build_that_ends_at_once_is_seen_and_so_is_one_that_is_up_to_date(own_artifact, started, publishes):
     def publish():
         tiny.published(own_artifact, lambda manifest, _: manifest)
         return 0
 
-    started.process = Process(publish, 0)
-    assert BackgroundBuild(["model"], own_artifact, {}).wait_servable().path == own_artifact
-
-
-def test_an_artifact_that_the_build_finds_up_to_date_is_served(own_artifact, started):
-    """As where the path of a checkpoint is served for the second time."""
-    started.process = Process(None, 0)
+    started.process = Process(publish if publishes else None, 0)
     assert BackgroundBuild(["model"], own_artifact, {}).wait_servable().path == own_artifact
 
 

@@ -7,6 +7,8 @@ from support.launch_lines import finding
 
 from npucompile.tools.advisor.launch_lines.imported import import_text
 
+MTP = """--speculative-config '{"method": "qwen3_5_mtp", "num_speculative_tokens": 2, "enforce_eager": true}'"""
+
 
 @pytest.mark.parametrize(
     ("engine", "flags", "status", "why"),
@@ -30,6 +32,10 @@ from npucompile.tools.advisor.launch_lines.imported import import_text
         ("vllm", "--mamba-ssm-cache-dtype float32", "refused", "--operator-packages vllm-ascend of build makes them float32"),
         ("vllm", "--mamba-ssm-cache-dtype auto", "unnecessary", "recurrent states are bfloat16"),
         ("sglang", "--model-checksum", "unnecessary", "an artifact has a digest"),
+        ("vllm", MTP, "mapped", "--speculative-tokens 2"),
+        ("vllm", """--speculative-config '{"method": "suffix", "num_speculative_tokens": 2}'""", "refused", "suffix: drafts come from"),
+        ("vllm", "--speculative-config '[1]'", "refused", "it is no JSON object"),
+        ("vllm", "--speculative-config '{'", "refused", "takes JSON"),
     ],
 )
 def test_what_becomes_of_a_flag(engine, flags, status, why):
@@ -87,21 +93,6 @@ def test_an_eagle_head_is_a_second_checkpoint():
     assert found["--speculative-draft-model-path"].why == "--draft-model qwen3-32b-eagle3: /x/head is not here"
     assert "--speculative-tokens 3 with --draft-model qwen3-32b-eagle3" in found["--speculative-algorithm"].why
     assert "--draft-model qwen3-32b-eagle3" in role.build
-
-
-@pytest.mark.parametrize(
-    ("config", "status", "why"),
-    [
-        ('{"method": "qwen3_5_mtp", "num_speculative_tokens": 2, "enforce_eager": true}', "mapped", "--speculative-tokens 2"),
-        ('{"method": "suffix", "num_speculative_tokens": 2}', "refused", "suffix: drafts come from"),
-        ("[1]", "refused", "it is no JSON object"),
-        ("{", "refused", "takes JSON"),
-    ],
-)
-def test_the_configuration_of_vllm(config, status, why):
-    found = finding("vllm", f"--speculative-config '{config}'")
-    assert found.status == status, found
-    assert why in found.why
 
 
 def test_a_model_without_a_head_drafts_nothing():
