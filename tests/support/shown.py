@@ -30,7 +30,7 @@ from npucompile.server.text.tokenizer import TextTokenizer
 START, END, IMAGE, VIDEO = MARKS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 PLACE = f"{START}{IMAGE}{END}"
 IMAGE_ID, VIDEO_ID = 258, 259
-TURN, OVER = "<|im_start|>", "<|im_end|>\n"
+TURN = "<|im_start|>"
 
 TEMPLATE = """\
 {%- set shown = namespace(count=0) %}

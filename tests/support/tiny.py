@@ -66,12 +66,6 @@ NPU_SIZES: dict[str, Any] = {
     "max_position_embeddings": 1024,
 }  # fmt: skip
 """Changes to CONFIG that four NPUs can share and whose packed weights fit their kernels."""
-TRAINING_SIZES: dict[str, Any] = {
-    "vocab_size": 40, "hidden_size": 32, "num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"],
-    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
-    "num_experts": 4, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16,
-}  # fmt: skip
-"""Changes to the configuration of the bundled model that make it small enough to train in a test."""
 
 VOCAB, EOS = 260, 256
 BUCKETS, PREFILL, CONTEXT = (1, 2, 4), (4, 16), 64

@@ -148,19 +148,16 @@ class Mismatch:
         return f"{self.count} of {self.of} values differ; at [{where}] the device has {self.actual:.6g}, the CPU {self.expected:.6g}"
 
 
-def mismatch(expected: torch.Tensor, actual: torch.Tensor, factor: float = 1.0) -> Mismatch | None:
+def mismatch(expected: torch.Tensor, actual: torch.Tensor) -> Mismatch | None:
     """The worst difference beyond the tolerance of the dtype; None where there is none.
 
     What the CPU's kernel marks as undefined is not compared: NaN, and the lowest value of an integer type.
-
-    Args:
-        factor: widens the tolerance of floats, for several operators after each other.
     """
     if (expected.shape, expected.dtype) != (actual.shape, actual.dtype):
         return Mismatch(actual.numel(), expected.numel(), (), float(expected.numel()), float(actual.numel()), float("inf"))
     if not expected.numel():
         return None
-    error = _float_error(expected, actual) / factor if expected.is_floating_point() else _integer_error(expected, actual)
+    error = _float_error(expected, actual) if expected.is_floating_point() else _integer_error(expected, actual)
     wrong = error > 1
     if not bool(wrong.any()):
         return None

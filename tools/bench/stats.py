@@ -49,34 +49,30 @@ def ratio(above: Sequence[float], below: Sequence[float]) -> Spread:
     return spread(a / b for a, b in zip(above, below, strict=True))
 
 
-def interleave(
-    contenders: Mapping[K, Callable[[], T]], rounds: int, *, warmup: int = 1, after: Callable[[int], None] = lambda _: None
-) -> dict[K, list[T]]:
+def interleave(contenders: Mapping[K, Callable[[], T]], rounds: int, *, after: Callable[[int], None] = lambda _: None) -> dict[K, list[T]]:
     """Calls every contender once per round, every second round in reverse order so that none is always first.
 
     Args:
-        rounds: counted rounds.
-        warmup: uncounted rounds before them.
+        rounds: those that count, after one that does not.
         after: called after each round with its number, the uncounted ones among them.
 
     Returns:
         One result per counted round, by contender.
     """
     results: dict[K, list[T]] = {name: [] for name in contenders}
-    for i in range(warmup + rounds):
+    for i in range(1 + rounds):
         names = list(contenders)
         for name in names if i % 2 == 0 else reversed(names):
             result = contenders[name]()
-            if i >= warmup:
+            if i:
                 results[name].append(result)
         after(i)
     return results
 
 
-def seconds_per_call(call: Callable[[], object], clock: Clock, *, calls: int, settle: int = 1) -> float:
-    """Median seconds of `calls` consecutive calls, after `settle` uncounted calls that warm the caches."""
-    for _ in range(settle):
-        call()
+def seconds_per_call(call: Callable[[], object], clock: Clock, *, calls: int) -> float:
+    """Median seconds of `calls` consecutive calls, after an uncounted one that warms the caches."""
+    call()
     seconds = []
     for _ in range(calls):
         began = clock()

@@ -187,7 +187,7 @@ def through_stepped(engine: Engine, calls: Sequence[Call], load: Load, clock: Cl
     return _serve(engine, calls, load, clock, finish)
 
 
-def through_running(engine: Engine, calls: Sequence[Call], load: Load, clock: Clock = time.perf_counter) -> Run:
+def through_running(engine: Engine, calls: Sequence[Call], load: Load) -> Run:
     """Serves a load with an engine that steps in a thread of its own and has nothing else to do.
 
     Args:
@@ -203,7 +203,7 @@ def through_running(engine: Engine, calls: Sequence[Call], load: Load, clock: Cl
             sink.ended.wait()
 
     engine.hold()
-    return _serve(engine, calls, load, clock, finish)
+    return _serve(engine, calls, load, time.perf_counter, finish)
 
 
 def _serve(engine: Engine, calls: Sequence[Call], load: Load, clock: Clock, finish: Callable[[Sequence[_Sink]], None]) -> Run:

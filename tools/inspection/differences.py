@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -101,7 +102,7 @@ def _graph(a: Artifact, mine: GraphEntry, b: Artifact, theirs: GraphEntry, *, as
     parts: dict[str, Mapping[str, Pair]] = {"operators": _changed(mine.census, theirs.census)}
     parts |= {name: _changed(_named(own[name]), _named(other[name])) for name in own}
     parts["traced_cost"] = parts.pop("cost")
-    parts["collectives"] = _changed(_counts(mine.collectives), _counts(theirs.collectives))
+    parts["collectives"] = _changed(*(Counter(map(" ".join, entry.collectives)) for entry in (mine, theirs)))
     totals: dict[str, Pair] = {
         "operators": [sum(mine.census.values()), sum(theirs.census.values())],
         "bytes": [_file(a, mine)[1], _file(b, theirs)[1]],
@@ -124,13 +125,6 @@ def _file(artifact: Artifact, entry: GraphEntry) -> tuple[str | None, int | None
         return None, None
     record = artifact.manifest.files[entry.compiled.file]
     return record.sha256, record.size_bytes
-
-
-def _counts(collectives: Sequence[tuple[str, str, str]]) -> dict[str, int]:
-    counts: dict[str, int] = {}
-    for name, group, kind in collectives:
-        counts[f"{name} {group} {kind}"] = counts.get(f"{name} {group} {kind}", 0) + 1
-    return counts
 
 
 def _rounded(value: Any) -> Any:

@@ -71,9 +71,9 @@ def _said(cores: Sequence[int]) -> str:
     return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in zip(starts, ends, strict=True))
 
 
-def npu_addresses(environment: Mapping[str, str], command: str = "npu-smi") -> list[str]:
+def npu_addresses(environment: Mapping[str, str]) -> list[str]:
     """PCI addresses of the NPUs that a process sees, in the order of their numbers, not of addresses; none without npu-smi."""
-    if (tool := shutil.which(command, path=environment.get("PATH"))) is None:
+    if (tool := shutil.which("npu-smi", path=environment.get("PATH"))) is None:
         return []
     try:
         done = subprocess.run([tool, "info"], env=dict(environment), capture_output=True, text=True, timeout=SMI_S, check=True)

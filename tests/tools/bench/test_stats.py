@@ -49,7 +49,7 @@ def test_contenders_take_turns_and_none_is_always_first() -> None:
         order.append(name)
         return len(order)
 
-    result = interleave({"a": lambda: contender("a"), "b": lambda: contender("b"), "c": lambda: contender("c")}, 3, warmup=1)
+    result = interleave({"a": lambda: contender("a"), "b": lambda: contender("b"), "c": lambda: contender("c")}, 3)
     assert "".join(order) == "abccbaabccba"
     assert result == {"a": [6, 7, 12], "b": [5, 8, 11], "c": [4, 9, 10]}
 

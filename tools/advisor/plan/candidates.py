@@ -117,7 +117,7 @@ def candidates(question: Question) -> Iterator[Candidate]:
     chunks = _chunks(question.workload)
     for scheme, drafts in itertools.product(question.schemes, _drafts(question)):
         for layout, row in layouts(question, machine):
-            system = System(question.shape, _scheme(question, scheme), layout, machine, drafts)
+            system = System(question.shape, Scheme.named(scheme, "bf16"), layout, machine, drafts)
             yield from _mixed(question, system, scheme, chunks, row)
         for prefill, decode, row in _split_layouts(question, machine):
             yield from _disaggregated(question, prefill, decode, scheme, drafts, machine, min(chunks[-1], 4096), row)
@@ -196,7 +196,7 @@ def _limits(system: System, work: Workload) -> list[int]:
 def _disaggregated(
     question: Question, prefill: Layout, decode: Layout, scheme: str, drafts: int, machine: Machine, chunk: int, row: str
 ) -> Iterator[Candidate]:
-    work, weights = question.workload, _scheme(question, scheme)
+    work, weights = question.workload, Scheme.named(scheme, "bf16")
     system = System(question.shape, weights, decode, machine, drafts)
     first = System(question.shape, weights, prefill, machine, drafts)
     if fitting(first, work) < 1:
@@ -235,10 +235,6 @@ def _drafts(question: Question) -> tuple[int, ...]:
     if question.shape.draft is None:
         return (0,)
     return tuple(k for k in question.drafts or DRAFTS if k <= MAX_DRAFTS)
-
-
-def _scheme(question: Question, name: str) -> Scheme:
-    return Scheme.named(name, "bf16")
 
 
 def _accepted(question: Question, drafts: int) -> tuple[float, tuple[str, ...]]:

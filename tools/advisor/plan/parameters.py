@@ -70,14 +70,14 @@ def fitted(path: Path = FILE) -> Parameters:
     return Parameters(**{name: float(entry["value"]) for name, entry in entries(path).items()})
 
 
-def priors(path: Path = FILE) -> Parameters:
-    """The priors of a file."""
-    return Parameters(**{name: float(entry["prior"]) for name, entry in entries(path).items()})
+def priors() -> Parameters:
+    """The priors of the file."""
+    return Parameters(**{name: float(entry["prior"]) for name, entry in entries(FILE).items()})
 
 
-def sigmas(path: Path = FILE) -> list[float]:
+def sigmas() -> list[float]:
     """What each parameter's logarithm may differ from its prior's by, in the order of `NAMES`."""
-    return [float(entries(path)[name]["sigma"]) for name in NAMES]
+    return [float(entries(FILE)[name]["sigma"]) for name in NAMES]
 
 
 def as_logs(parameters: Parameters) -> list[float]:

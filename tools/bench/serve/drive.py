@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from ....graphs.errors import NpucompileError
-from ..stats import Clock
 from .outcome import Arrival, Outcome, Told
 from .websocket import Arrived
 from .workload import Prompt
@@ -31,7 +30,6 @@ async def drive(
     arrivals: Sequence[float],
     *,
     max_concurrency: int | None = None,
-    clock: Clock = time.perf_counter,
     on_end: Callable[[Outcome], None] = lambda _: None,
 ) -> tuple[Outcome, ...]:
     """Sends every request when it is due, or as soon after that as fewer than `max_concurrency` are open.
@@ -46,14 +44,14 @@ async def drive(
         The outcomes, in the order of `prompts`.
     """
     gate = asyncio.Semaphore(max_concurrency) if max_concurrency else contextlib.nullcontext()
-    began = clock()
+    began = time.perf_counter()
 
     async def serve(index: int, prompt: Prompt, due_s: float) -> Outcome:
         async with gate:
-            sent_s, arrived, token_ids = clock() - began, list[Arrival](), list[int]()
+            sent_s, arrived, token_ids = time.perf_counter() - began, list[Arrival](), list[int]()
 
             def arrive(tokens: Sequence[int]) -> None:
-                arrived.append(Arrival(clock() - began, len(tokens)))
+                arrived.append(Arrival(time.perf_counter() - began, len(tokens)))
                 token_ids.extend(tokens)
 
             reported, error = Told(), None
@@ -61,7 +59,7 @@ async def drive(
                 reported = await sender.send(prompt, arrive)
             except FAILURES as failure:
                 error = str(failure) or type(failure).__name__
-            ended_s, planned = clock() - began, len(prompt.token_ids)
+            ended_s, planned = time.perf_counter() - began, len(prompt.token_ids)
             outcome = Outcome(index, due_s, sent_s, ended_s, planned, tuple(arrived), reported, error, tuple(token_ids))
         on_end(outcome)
         return outcome
@@ -69,7 +67,7 @@ async def drive(
     tasks = []
     async with asyncio.TaskGroup() as group:
         for index, (prompt, due_s) in enumerate(zip(prompts, arrivals, strict=True)):
-            if (wait := due_s - (clock() - began)) > 0:
+            if (wait := due_s - (time.perf_counter() - began)) > 0:
                 await asyncio.sleep(wait)
             tasks.append(group.create_task(serve(index, prompt, due_s)))
     return tuple(task.result() for task in tasks)

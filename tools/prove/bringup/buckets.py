@@ -226,9 +226,7 @@ def _run_bucket(
     return Judgement(failures, [Timing(bucket.name, "", min(seconds))], facts)
 
 
-def run_alternation(
-    executor: Executor, read_state: ReadState, planner: StepPlanner, comparison: Comparison, bar: Bar, rounds: int = ROUNDS
-) -> Judgement:
+def run_alternation(executor: Executor, read_state: ReadState, planner: StepPlanner, comparison: Comparison, bar: Bar) -> Judgement:
     """All buckets in turns, each launched before the one ahead of it has been read; then the state of rank 0."""
     launched: deque[tuple[PlannedStep, object]] = deque()
     rows: list[Places] = []
@@ -240,7 +238,7 @@ def run_alternation(
         bar.step(step.bucket.name)
 
     try:
-        for step in alternation(planner, executor.buckets, rounds):
+        for step in alternation(planner, executor.buckets):
             steps += 1
             rows = step.rows if len(step.rows) > len(rows) else rows  # type: ignore[assignment]
             launched.append((step, executor.launch(step.bucket, list(step.inputs))))
