@@ -139,7 +139,7 @@ BUDGETS: dict[str, int] = {
     "tools/advisor": 8228,
     "tools/agreement": 1466,
     "tools/bench": 2778,
-    "tools/builder": 6270,
+    "tools/builder": 6264,
     "tools/commands": 2582,
     "tools/face": 863,
     "tools/inspection": 1181,

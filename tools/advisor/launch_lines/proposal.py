@@ -316,7 +316,7 @@ def _planned(proposal: Proposal) -> Proposal:
 
 def options_of(proposal: Proposal) -> planning.Options:
     """The proposal as the plan reads it."""
-    given = {setting.name: setting.read(proposal.arguments[setting.option]) for setting in SETTINGS if setting.option in proposal.arguments}
+    given = {each.name: each.value_of(proposal.arguments[each.option]) for each in SETTINGS if each.option in proposal.arguments}
     return planning.Options(proposal.model, **given)
 
 

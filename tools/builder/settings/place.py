@@ -65,7 +65,6 @@ PREFILL_CP = Setting(
     "[default: 1, or the deployment's]",
     lambda plan: plan.mesh.axis("tp") if plan.model.config.variant.sliced else "",
     legal=(1, None),
-    read=int,
     extra={"metavar": "N"},
     by=by_row,
     recorded=lambda recorded: Mesh.parse(recorded.manifest.mesh).axis("tp") if "slices" in recorded.manifest.rules else None,

@@ -50,7 +50,7 @@ class Setting:
         argument: the value that makes a repeated build decide the same; "" or None leaves the option out.
         field: of `planned.Options`; by default the option's name.
         legal: names, or the smallest and the largest number, None for no bound; () for any text.
-        read: turns the text of the option into the value of the field.
+        read: turns the text of the option into the value of the field, where no numbers are legal.
         extra: further arguments of `click.option`.
         by: who decides it without a flag.
         recorded: its value in an artifact as the option takes it, None where the artifact has none; None where `explain` leaves it out.
@@ -101,6 +101,10 @@ class Setting:
             legal = f"{least} to {most}" if most is not None else f"whole numbers from {least}"
         if not fits:
             raise SpecError(f"{self.name} is {value!r}; legal are {legal}")
+
+    def value_of(self, text: str) -> Any:
+        """The value of the field that the text of the option stands for."""
+        return int(text) if self.legal and not isinstance(self.legal[0], str) else self.read(text)
 
     def as_decorator(self) -> Callable[[Callable[..., None]], Callable[..., None]]:
         """Adds the option to a command."""
