@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from ...builder.settings.place import PREFILL_CP
@@ -38,44 +39,24 @@ def dp_attention(value: Any, context: Context) -> Verdict:
     return mesh(value, context)
 
 
-@rule_of("dp_local", "dp_start", "dp_rank")
-def dp_local(value: Any, context: Context) -> Verdict:
-    """Which groups a machine, or a process, runs."""
-    if context.facts.nodes == 1:
-        return Verdict(UNNECESSARY, "one server runs all dp groups of the mesh")
-    return Verdict(MAPPED, f"serve --nnodes {context.facts.nodes} --node-rank I gives each machine its ranks of the mesh")
+def _of_machines(alone: str, status: str, why: str, value: Any, context: Context) -> Verdict:
+    nodes = context.facts.nodes
+    return Verdict(UNNECESSARY, alone) if nodes == 1 else Verdict(status, why.format(value=value, nodes=nodes))
 
 
-@rule
-def nodes(value: Any, context: Context) -> Verdict:
-    """Machines of an instance."""
-    if value == 1:
-        return Verdict(UNNECESSARY, "serve starts a process for each NPU of this machine")
-    return Verdict(CARRIED, f"serve --nnodes {value}, a line a machine")
-
-
-@rule
-def node_rank(value: Any, context: Context) -> Verdict:
-    """Number of a machine."""
-    if context.facts.nodes == 1:
-        return Verdict(UNNECESSARY, "serve starts a process for each NPU of this machine")
-    return Verdict(CARRIED, f"serve --node-rank {value}")
-
-
-@rule
-def rendezvous(value: Any, context: Context) -> Verdict:
-    """Where ranks meet."""
-    if context.facts.nodes == 1:
-        return Verdict(UNNECESSARY, "the ranks of one machine need no address to meet")
-    return Verdict(MAPPED, f"serve --master-addr {value}")
-
-
-@rule
-def rendezvous_port(value: Any, context: Context) -> Verdict:
-    """The port where ranks meet."""
-    if context.facts.nodes == 1:
-        return Verdict(UNNECESSARY, "the ranks of one machine need no address to meet")
-    return Verdict(MAPPED, f"serve --master-addr HOST:{value}")
+_EACH, _NOWHERE = "serve starts a process for each NPU of this machine", "the ranks of one machine need no address to meet"
+# What one machine does in any case, and what becomes of the flag where there are several.
+for _names, _said in {
+    ("dp_local", "dp_start", "dp_rank"): (
+        "one server runs all dp groups of the mesh", MAPPED,
+        "serve --nnodes {nodes} --node-rank I gives each machine its ranks of the mesh",
+    ),
+    ("nodes",): (_EACH, CARRIED, "serve --nnodes {value}, a line a machine"),
+    ("node_rank",): (_EACH, CARRIED, "serve --node-rank {value}"),
+    ("rendezvous",): (_NOWHERE, MAPPED, "serve --master-addr {value}"),
+    ("rendezvous_port",): (_NOWHERE, MAPPED, "serve --master-addr HOST:{value}"),
+}.items():  # fmt: skip
+    rule_of(*_names)(partial(_of_machines, *_said))
 
 
 @rule_of("prefill_cp", "shares_prompts")
