@@ -9,8 +9,6 @@ import os
 import re
 import signal
 import socket
-import subprocess
-import sys
 import urllib.error
 import urllib.request
 from dataclasses import replace
@@ -91,20 +89,14 @@ def test_the_newest_that_can_run_is_served(tmp_path, own_artifact, builder):
     assert "torch was '1.0'" in output
 
 
-def test_where_nothing_is_built_the_bundled_model_is(tmp_path, builder):
-    artifact, building, output = found(tmp_path)
+@pytest.mark.parametrize("given", [True, False])
+def test_a_model_is_built_and_served_and_where_none_is_named_the_bundled_one(tmp_path, tiny_checkpoint, builder, given):
+    artifact, building, output = found(tmp_path, str(tiny_checkpoint) if given else None)
     assert artifact is builder.made
-    assert building.arguments == (BUNDLED[0],)
-    assert building.out == tmp_path / "artifacts" / BUNDLED[0]
+    assert building.arguments == (str(tiny_checkpoint) if given else BUNDLED[0],)
+    assert building.out == tmp_path / "artifacts" / ("tiny" if given else BUNDLED[0])
     assert building.environment == {"PATH": "/bin"}
-    assert f"building the bundled model {BUNDLED[0]}" in output
-
-
-def test_a_model_is_built_and_served(tmp_path, tiny_checkpoint, builder):
-    artifact, building, _ = found(tmp_path, str(tiny_checkpoint))
-    assert artifact is builder.made
-    assert building.arguments == (str(tiny_checkpoint),)
-    assert building.out == tmp_path / "artifacts" / "tiny"
+    assert (f"building the bundled model {BUNDLED[0]}" in output) != given
 
 
 @pytest.mark.parametrize("name", ["tiny", None])
@@ -201,31 +193,14 @@ def test_how_to_talk_to_it_is_said():
 # --- all of it ---
 
 
-def test_a_server_from_its_start_to_ctrl_c(tmp_path, tiny_artifact):
+def test_a_server_from_its_start_to_ctrl_c(server, tmp_path, tiny_artifact):
     """A process of its own: after ready it has traced and compiled nothing, whatever was asked."""
-    command = [sys.executable, "-m", "npucompile.tools.cli", "serve", str(tiny_artifact), "--port", "0", "--threads", "1"]
-    command += ["--access-log", str(tmp_path / "access.jsonl"), "--record", str(tmp_path / "journal")]
-    environment = {**os.environ, "NPUCOMPILE_HOME": str(tmp_path)}
-    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            output = ""
-            while "talk to it" not in output:
-                line = process.stderr.readline()
-                assert line, output
-                output += line
-            assert f"responses end at token {tiny.EOS} " in output
-            url = re.search(r"ws://\S+", output).group()
-            metrics = url.replace("ws:", "http:").replace("/v1/responses", "/metrics")
-            completions = asyncio.run(ask_many(url))
-            assert len(completions) == 6
-            with urllib.request.urlopen(metrics) as answer:
-                told = answer.read().decode()
-            process.send_signal(signal.SIGINT)
-            rest, errors = process.communicate()
-        finally:
-            process.kill()
-    assert process.returncode == 0, errors
-    assert rest + errors == ""
+    started = server(tiny_artifact, "--access-log", tmp_path / "access.jsonl", "--record", tmp_path / "journal", home=tmp_path)
+    assert f"responses end at token {tiny.EOS} " in started.output
+    completions, told = asyncio.run(ask_many(started.url)), started.metrics()
+    assert len(completions) == 6
+    started.process.send_signal(signal.SIGINT)
+    assert ranks.finished(started.process) == (0, "", "")
     assert "npucompile:compiles_after_ready_total 0.0\n" in told
     assert 'npucompile:requests_finished_total{reason="length"} 6.0\n' in told
     assert 'npucompile:bucket_steps_total{bucket="decode-b4-q4"}' in told
