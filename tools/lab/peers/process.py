@@ -29,7 +29,6 @@ class PeerProcess(ChildProcess):
     Args:
         command: starts it.
         environment: all its variables.
-        patience_s: how long an answer may take.
 
     Raises:
         NotInstalled: the engine is not installed there.
@@ -38,11 +37,10 @@ class PeerProcess(ChildProcess):
 
     error: ClassVar[type[ChildError]] = PeerError
 
-    def __init__(self, command: Sequence[str], environment: Mapping[str, str], patience_s: float = PATIENCE_S) -> None:
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
         super().__init__(command, environment)
-        self._patience_s = patience_s
         try:
-            hello = self.receive(patience_s)
+            hello = self.receive(PATIENCE_S)
             if "missing" in hello:
                 raise NotInstalled(f"{command[0]}: {hello['missing']}")
             if "version" not in hello:
@@ -62,7 +60,7 @@ class PeerProcess(ChildProcess):
         self.signal(signal.SIGCONT)
         try:
             self.send(do=do, **arguments)
-            reply = self.receive(self._patience_s)
+            reply = self.receive(PATIENCE_S)
         finally:
             self.signal(signal.SIGSTOP)
         if "error" in reply:

@@ -20,8 +20,8 @@ for line in sys.stdin:
 """
 
 
-def child(code: str, patience_s: float = 60.0) -> PeerProcess:
-    return PeerProcess([sys.executable, "-c", code], os.environ, patience_s)
+def child(code: str) -> PeerProcess:
+    return PeerProcess([sys.executable, "-c", code], os.environ)
 
 
 def state(pid: int) -> str:
@@ -49,8 +49,6 @@ def test_a_process_runs_only_while_it_owes_an_answer() -> None:
 
 
 def test_a_process_that_ends_says_how() -> None:
-    with pytest.raises(PeerError, match=r"python\S* ended with status 3: no tensors today$"):
-        child("import sys; print('no tensors today', file=sys.stderr); sys.exit(3)")
     code = "print('{\"version\": 1}', flush=True); input(); import os; os.write(2, b'out of memory'); os._exit(9)"
     with child(code) as peer:
         with pytest.raises(PeerError, match="ended with status 9: out of memory"):
@@ -77,16 +75,6 @@ def test_an_error_of_the_engine_is_the_reason_in_one_line() -> None:
     code = 'print(\'{"version": 1}\', flush=True); input(); print(\'{"error": "ValueError: no\\\\n such model"}\', flush=True); input()'
     with child(code) as peer, pytest.raises(PeerError, match=r"^ValueError: no such model$"):
         peer.ask("load")
-
-
-def test_a_process_that_does_not_answer_is_given_up() -> None:
-    with pytest.raises(PeerError, match=r"did not answer within 0.5 s"):
-        child("input()", patience_s=0.5)
-
-
-def test_no_interpreter_no_process(tmp_path: Path) -> None:
-    with pytest.raises(PeerError, match=f"{tmp_path}/none cannot be started: No such file"):
-        PeerProcess([f"{tmp_path}/none"], {})
 
 
 def test_a_stopped_process_does_not_outlive_its_parent(tmp_path: Path) -> None:
