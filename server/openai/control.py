@@ -11,6 +11,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from ... import __version__
 from ...graphs.errors import RequestError
+from ...runtime.metrics import EXPERTS
 from ..engine.generation import GenerationOptions
 from ..engine.output_stream import CompletionEnd
 from ..engine.service import ServedModel
@@ -25,8 +26,6 @@ PROBE_TIMEOUT_S = 20.0
 
 HISTOGRAMS = "histograms"
 """The engine's numbers that are for `/metrics` alone: JSON has no infinity, where each histogram ends."""
-EXPERTS = "experts"
-"""Those that are for `/expert_counts` alone."""
 
 ACCEPTED, DRAFTS = "spec_decode_num_accepted_tokens_total", "spec_decode_num_drafts_total"
 

@@ -16,6 +16,7 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4 as CONTENT_TYP
 from prometheus_client.registry import Collector
 
 from ...runtime.histogram import HistogramSnapshot
+from ...runtime.metrics import EXPERTS
 from ..engine.service import ServedModel
 
 __all__ = ["CONTENT_TYPE", "render_metrics"]
@@ -57,6 +58,7 @@ HELP: Mapping[str, str] = {
     "kv_transfer_bytes_total": "Bytes written to decode servers.",
     "kv_transfer_local_total": "Requests of a decode server whose prompts it computed itself.",
     "kv_transfer_failures_total": "Handovers that failed per cause; a request is then handed over by another server.",
+    "expert_imbalance": "Tokens of the expert that was chosen most over the mean of all, per layer; /expert_counts has each.",
     "encoded_pictures_total": "Pictures, and frame pairs of videos, that were encoded.",
     "encode_seconds_total": "From the launches of encode steps to their results, added up.",
     "picture_row_queries_total": "Rows of pictures that admitted requests needed.",
@@ -138,13 +140,16 @@ def families(stats: Mapping[str, Any], model: ServedModel) -> Iterator[Metric]:
     for name, samples in ours.items():
         yield _family(OURS, name, samples)
     yield _family(OURS, "artifact_info", [({"model": model.name, "artifact": model.artifact or ""}, 1)])
+    if (counts := stats.get(EXPERTS)) is not None:
+        ratios = counts.max(axis=1) * model.num_experts / counts.sum(axis=1)
+        yield _family(OURS, "expert_imbalance", [({"layer": str(layer)}, float(ratio)) for layer, ratio in enumerate(ratios)])
     for name, theirs in VLLM_NAMES.items():
         if name in ours:
             yield _family(VLLM, theirs, [(labels | own, value) for own, value in ours[name]])
     finished = {reason: stats[FINISHED + reason] for reason in VLLM_REASONS if FINISHED + reason in stats}
     if finished:
-        counts: Samples = [(labels | {"finished_reason": VLLM_REASONS[reason]}, count) for reason, count in finished.items()]
-        yield _family(VLLM, "request_success_total", counts)
+        ends: Samples = [(labels | {"finished_reason": VLLM_REASONS[reason]}, count) for reason, count in finished.items()]
+        yield _family(VLLM, "request_success_total", ends)
     for name, histogram in stats.get("histograms", {}).items():
         yield _histogram(VLLM + name, HELP.get(name, ""), labels, histogram)
 
@@ -152,7 +157,7 @@ def families(stats: Mapping[str, Any], model: ServedModel) -> Iterator[Metric]:
 def _ours(stats: Mapping[str, Any]) -> dict[str, Samples]:
     metrics: dict[str, Samples] = {}
     for name, value in stats.items():
-        if name in ("histograms", "experts"):
+        if name in ("histograms", EXPERTS):
             continue
         if name in LABELS:
             metric, label = LABELS[name]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
+import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -36,9 +38,11 @@ STATS = {
 }
 
 
-def read(stats: dict[str, object], prefix: str) -> tuple[dict[tuple[str, frozenset[tuple[str, str]]], float], dict[str, str]]:
+def read(
+    stats: dict[str, object], prefix: str, model: ServedModel = MODEL
+) -> tuple[dict[tuple[str, frozenset[tuple[str, str]]], float], dict[str, str]]:
     """Samples by name and labels, and types by name, of one prefix, which is left out."""
-    found = list(text_string_to_metric_families(render_metrics(stats, MODEL)))
+    found = list(text_string_to_metric_families(render_metrics(stats, model)))
     assert len({family.name for family in found}) == len(found)
     samples, types = {}, {}
     for family in found:
@@ -136,6 +140,13 @@ def test_places_of_drafts_are_in_the_order_of_numbers() -> None:
     assert re.findall(r'npucompile.*position="(\d+)"', text) == [str(place) for place in range(12)]
     # A build without drafts says so by a metric without samples.
     assert "per_pos_total{" not in render_metrics({"spec_decode_num_accepted_tokens_per_pos": {}}, MODEL)
+
+
+def test_how_uneven_experts_are_chosen_is_a_number_a_layer() -> None:
+    # Counts end with the last expert that was chosen; this model has eight.
+    counts = np.array([[1, 1, 1, 1], [0, 4, 0, 4]])
+    samples, _ = read({"experts": counts}, "npucompile:", replace(MODEL, num_experts=8))
+    assert [samples[key("expert_imbalance", layer=layer)] for layer in "01"] == [2.0, 4.0]
 
 
 def test_every_help_is_one_line_and_ends() -> None:
