@@ -12,17 +12,28 @@ import click
 from ...models.directories import name_of
 from ..advice import adviser
 from ..builder import stamp
+from ..builder.settings import model as model_settings
+from ..builder.settings import place, sizes
 from ..builder.settings.table import SETTINGS
 from ..cli import Home
 from ..hub import checkpoint_of
 from ..notation import BUCKETS_HELP, PREFILL_HELP
 from ..progress import Progress
+from .config_file import config_file
+from .option_groups import grouped
 from .other_names import KnowsOtherNames
 
 SHIPPED = "cache"
 """Folder of an artifact's compiled graphs, named apart from the module that it describes, which loads torch; a test compares both."""
 
 ROOT = Path(__file__).resolve().parents[2]
+
+
+GROUPS = {
+    title: tuple(f"--{setting.option}" for setting in SETTINGS if any(setting is known for known in vars(file).values()))
+    for title, file in (("Sizes", sizes), ("Where it runs", place), ("The model", model_settings))
+}
+"""Sections of `--help`, each the settings of one file."""
 
 
 def setting_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -32,9 +43,10 @@ def setting_options(command: Callable[..., None]) -> Callable[..., None]:
     return command
 
 
-@click.command("build", cls=KnowsOtherNames, epilog=f"{BUCKETS_HELP}\n\n{PREFILL_HELP}")
+@click.command("build", cls=grouped(GROUPS, KnowsOtherNames), epilog=f"{BUCKETS_HELP}\n\n{PREFILL_HELP}")
 @click.argument("model")
 @setting_options
+@config_file(GROUPS)
 @click.option("--out", type=click.Path(path_type=Path), help="Artifact directory.  [default: ~/.npucompile/artifacts/MODEL]")
 @click.option(
     "--precompile", type=click.Choice(["auto", "none", "npu", "emulated"]), default="auto", show_default=True,
@@ -42,14 +54,15 @@ def setting_options(command: Callable[..., None]) -> Callable[..., None]:
 )  # fmt: skip
 @click.option("--decided-by", hidden=True, help="Who decided the settings, where a build is repeated by the arguments of its manifest.")
 @click.option("--jobs", type=click.IntRange(1), default=2, show_default=True, help="Graphs compiled at a time.")
-@click.option("--nice", "--patience", "nice", type=click.IntRange(0, 19), default=0, show_default=True, help="Niceness of the compilers.")
+@click.option("--nice", "--patience", "nice", type=click.IntRange(0, 19), default=0, hidden=True, help="Niceness of the compilers.")
 @click.pass_obj
 def command(home: Home, /, model: str, out: Path | None, precompile: str, jobs: int, nice: int, **options: Any) -> None:
     """Build MODEL, a preset (see `npucompile models`), a Hugging Face checkpoint directory or a hub's ORG/NAME, into an artifact.
 
     For this machine, the artifact can serve as soon as its graphs are traced; executables are added as they are compiled and
     verified against the eager reference. For NPUs, every bucket becomes one GE graph for all ranks, which is checked without a
-    device. A repeated build compiles only what changed.
+    device. A repeated build compiles only what changed. `--print-config` prints every option, also those that
+    few need, as a file that --config reads.
 
     \b
     Examples: npucompile build qwen3.5-tiny --buckets 2,4,...,16

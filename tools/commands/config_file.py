@@ -16,7 +16,8 @@ from .option_groups import plain
 
 WIDTH = 120
 """Of the comments of a printed file."""
-_OWN = ("config", "print-config", "help")
+_OWN = ("config", "print-config", "help", "decided-by")
+"""Those of no file: what reads and prints one, and what a repeated build says."""
 
 
 def config_file(groups: Mapping[str, Sequence[str]]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -110,7 +111,7 @@ def _shown(ctx: click.Context, option: click.Option) -> str:
     """The default as TOML; where there is none, what the option takes."""
     default = option.get_default(ctx)
     if option.is_flag:
-        return "true" if default is True else "false"
+        return "<true>" if default is None else str(default).lower()
     if option.multiple:
         return "[]"
     return json.dumps(default) if isinstance(default, str | int | float) else f"<{plain(option.make_metavar(ctx)).strip('[]')}>"

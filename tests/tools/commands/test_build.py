@@ -36,6 +36,14 @@ def test_a_checkpoint_becomes_an_artifact_of_its_name(tmp_path, tiny_checkpoint)
     assert "0 compiled, 0 up to date" in message
 
 
+def test_a_file_says_what_is_not_typed(tmp_path, tiny_checkpoint):
+    (tmp_path / "build.toml").write_text('buckets = "3"\nstructured-outputs = 1\nmax-num-seqs = 2\n')
+    tiny.cli(tmp_path, "build", tiny_checkpoint, "--config", tmp_path / "build.toml", "--buckets", "1,2", *SMALL)
+    manifest = Artifact.open(tmp_path / "artifacts" / "tiny").manifest
+    assert [entry.bucket.batch for entry in manifest.graphs] == [1, 1, 2]
+    assert (manifest.limits.bitmasks, manifest.limits.num_request_slots) == (1, 3)
+
+
 def test_out_says_where(tmp_path, tiny_checkpoint):
     result = tiny.cli(tmp_path / "home", "build", tiny_checkpoint, "--buckets", "1", *SMALL, "--out", tmp_path / "there")
     assert result.stdout == f"{tmp_path / 'there'}\n"

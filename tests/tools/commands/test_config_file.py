@@ -1,4 +1,4 @@
-"""tools/commands/config_file.py: options of `serve` from a TOML file, and the file that it prints."""
+"""tools/commands/config_file.py: options of `serve` and `build` from a TOML file, and the file that each prints."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ import pytest
 from click.testing import CliRunner
 
 from npucompile.graphs.errors import SpecError
+from npucompile.tools.commands import build
 from npucompile.tools.commands.config_file import config_file
 from npucompile.tools.commands.serve import GROUPS, command
 from npucompile.tools.commands.server_options import media_limits, serving_settings
 
 
-def options(tmp_path, text, *typed):
+def options(tmp_path, text, *typed, command=command):
     file = tmp_path / "serve.toml"
     file.write_text(text)
-    return command.make_context("serve", ["--config", str(file), *typed]).params
+    return command.make_context(command.name, ["--config", str(file), *typed]).params
 
 
 def test_a_file_sets_what_is_not_typed(tmp_path):
@@ -60,17 +61,18 @@ def test_what_an_option_does_not_take_is_refused_with_its_name_and_the_file(tmp_
     assert str(tmp_path / "serve.toml") in str(caught.value)
 
 
-def test_the_printed_file_has_every_option_once_and_its_default(tmp_path):
+@pytest.mark.parametrize(("command", "typed", "default"), [(command, [], ("port", 8000)), (build.command, ["m"], ("jobs", 2))])
+def test_the_printed_file_has_every_option_once_and_its_default(tmp_path, command, typed, default):
     result = CliRunner().invoke(command, ["--print-config"])
     assert result.exit_code == 0, result.output
     settings = [line[1:] for line in result.output.splitlines() if line.startswith("#") and not line.startswith(("# ", "#  "))]
     names = [line.partition(" = ")[0] for line in settings]
     known = {name[2:] for option in command.params if isinstance(option, click.Option) for name in option.opts}
-    assert sorted(names) == sorted(known - {"config", "print-config"})
+    assert sorted(names) == sorted(known - {"config", "print-config", "decided-by"})
     written = "\n".join(line for line in settings if not line.endswith(">"))
-    assert tomllib.loads(written)["port"] == 8000
+    assert tomllib.loads(written)[default[0]] == default[1]
     # What it has as defaults changes nothing.
-    assert options(tmp_path, written) == command.make_context("serve", []).params
+    assert options(tmp_path, written, *typed, command=command) == command.make_context(command.name, typed).params
 
 
 def test_options_outside_of_sections_are_printed_last():

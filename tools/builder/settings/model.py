@@ -126,6 +126,7 @@ EXPERT_COMBINE_DTYPE = Setting(
     recorded=lambda recorded: recorded.manifest.formats.get("sent_back") or None,
     what=lambda value, recorded: f"Rows come back from their experts in {value}.",
     change="int8 with a scale for each eight values takes less time on links, and the model's answers change a little",
+    seldom=True,
 )
 SPECULATIVE_TOKENS = Setting(
     "speculative-tokens",
@@ -152,6 +153,7 @@ DRAFT_WIDTHS = Setting(
     recorded=lambda recorded: recorded.widths,
     what=lambda value, recorded: f"Decode steps verify {value} tokens of a request, its drafts among them.",
     change="each is a kind of step that is compiled for itself; without 1 a model whose drafts are refused decodes slower than without",
+    seldom=True,
 )
 DRAFT_MODEL = Setting(
     "draft-model",
@@ -212,6 +214,7 @@ LOGPROBS = Setting(
         "No request gets log probabilities." if value == "0" else f"A request gets up to {value} log probabilities a token."
     ),
     change="log probabilities cost every step time, whether a request asks for them or not",
+    seldom=True,
 )
 STRUCTURED_OUTPUTS = Setting(
     "structured-outputs",
@@ -221,6 +224,7 @@ STRUCTURED_OUTPUTS = Setting(
     recorded=lambda recorded: recorded.manifest.limits.bitmasks,
     what=lambda value, recorded: f"Up to {value} requests{recorded.group} of a step follow a grammar.",
     change="each takes a bitmask over the vocabulary in every step's inputs",
+    seldom=True,
 )
 LOGIT_ADJUSTMENTS = Setting(
     "logit-adjustments",
@@ -231,6 +235,7 @@ LOGIT_ADJUSTMENTS = Setting(
     recorded=lambda recorded: recorded.manifest.limits.logit_adjustments,
     what=lambda value, recorded: f"A step takes {value} biases and penalties{recorded.group}.",
     change="each takes a row over the vocabulary in every step's inputs",
+    seldom=True,
 )
 WHERE_WEIGHTS = Setting(
     "weights",

@@ -52,6 +52,7 @@ class Setting:
         legal: names, or the smallest and the largest number, None for no bound; () for any text.
         read: turns the text of the option into the value of the field, where no numbers are legal.
         extra: further arguments of `click.option`.
+        seldom: whether few need it: `--help` leaves it out, `--print-config` has it.
         by: who decides it without a flag.
         recorded: its value in an artifact as the option takes it, None where the artifact has none; None where `explain` leaves it out.
         what: the sentence about such a value.
@@ -70,6 +71,7 @@ class Setting:
     legal: tuple[Any, ...] = ()
     read: Callable[[str], Any] = str
     extra: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    seldom: bool = False
     by: Decider = by_default
     recorded: Callable[[Recorded], object] | None = None
     what: Callable[[str, Recorded], str] = lambda value, recorded: ""
@@ -112,7 +114,8 @@ class Setting:
         if self.legal:
             kind = click.Choice(self.legal) if isinstance(self.legal[0], str) else click.IntRange(*self.legal)
         callback = None if self.legal or self.read is str else self._read_option
-        return click.option(f"--{self.option}", self.name, **{"type": kind, "callback": callback, "help": self.help, **self.extra})
+        said = {"type": kind, "callback": callback, "help": self.help, "hidden": self.seldom}
+        return click.option(f"--{self.option}", self.name, **{**said, **self.extra})
 
     def _read_option(self, ctx: click.Context, param: click.Parameter, value: str | None) -> Any:
         try:

@@ -101,7 +101,8 @@ SCORE = Setting(
     "Sizes of steps that give log probabilities of prompts, in the notation of --prefill.  [default: none, and decode steps give them]",
     lambda plan: _chunks(plan, "SCORE"),
     read=parse_prefill,
-    extra={"metavar": "LIST", "hidden": True},
+    extra={"metavar": "LIST"},
+    seldom=True,
     recorded=lambda recorded: recorded.score,
     what=lambda value, recorded: f"Prompts whose log probabilities are wanted take steps of {value} tokens{recorded.group}.",
     change="a step has logits of the whole vocabulary for each of its tokens in memory",
@@ -124,7 +125,8 @@ LANGUAGE_MODEL_ONLY = Setting(
     "language-model-only",
     f"The same as --encode {format_encode(())}: no vision tower is read, and a prompt has no pictures.",
     lambda plan: "",
-    extra={"is_flag": True, "default": None, "hidden": True},
+    extra={"is_flag": True, "default": None},
+    seldom=True,
 )
 MAX_MODEL_LEN = Setting(
     "max-model-len",
@@ -184,4 +186,5 @@ CHECKPOINT_SLOTS = Setting(
     recorded=lambda recorded: recorded.manifest.limits.checkpoint_slots or None,
     what=lambda value, recorded: f"States after {value} prefixes{recorded.group} are kept.",
     change="each keeps a prefix of models with recurrent states, and takes the memory of a state",
+    seldom=True,
 )
