@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.draws import Draw, ints
 from torch.distributed.tensor import Placement
 
 from npucompile.graphs import ops
@@ -25,32 +26,6 @@ pytestmark = pytest.mark.usefixtures("kernels")
 DTYPES = (torch.float32, torch.bfloat16)
 # Tolerances for values near 1. bf16 keeps 8 bits, and a lowering may round once more, or once less, than the reference.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
-
-
-class Draw:
-    """Random operands of one dtype, the same every time."""
-
-    def __init__(self, dtype: torch.dtype = torch.float32, seed: int = 7) -> None:
-        self.dtype, self.generator = dtype, torch.Generator().manual_seed(seed)
-
-    def __call__(self, *shape: int) -> torch.Tensor:
-        return self.f32(*shape).to(self.dtype)
-
-    def f32(self, *shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=self.generator)
-
-    def unit(self, *shape: int) -> torch.Tensor:
-        return torch.nn.functional.normalize(self.f32(*shape), dim=-1)
-
-    def uniform(self, *shape: int) -> torch.Tensor:
-        return torch.rand(shape, generator=self.generator)
-
-    def below(self, limit: int, *shape: int) -> torch.Tensor:
-        return torch.randint(limit, shape, generator=self.generator, dtype=torch.int32)
-
-
-def ints(*values: Any) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int32)
 
 
 def conv(r: Draw, B: int, Q: int, C: int, taps: int, write: torch.Tensor, ahead: int = 0) -> tuple[Any, ...]:

@@ -9,14 +9,9 @@ import sys
 from dataclasses import replace
 
 import pytest
-import torch
+from support.toy_layer import split
 
-from npucompile.graphs import ops
 from npucompile.graphs.errors import LoweringError
-from npucompile.graphs.passes.optimise import optimise
-from npucompile.graphs.spmd.layout import constrain
-from npucompile.graphs.spmd.partition import partition
-from npucompile.graphs.types import Aval, Bucket, Mesh, Program, Rules
 from npucompile.lowering import collectives_check
 from npucompile.lowering.ascend import inspect_ge
 from npucompile.lowering.ascend.ge_file import decode, encode
@@ -25,34 +20,12 @@ from npucompile.lowering.ascend.toolchain import harness
 from npucompile.lowering.backend import backend
 from npucompile.lowering.platform import Platform
 
-BF16, T, M, F, G, D, P = torch.bfloat16, 4, 32, 64, 2, 16, 128
-
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory):
     ge = backend("ge")
     ge.prepare(tmp_path_factory.mktemp("stubs"))
     return ge
-
-
-def forward(params, state, inputs):
-    """A partitioned layer with pools and one all-reduce."""
-    x = inputs["x"]
-    key, value = (ops.linear(x, params[name]).view(T, G, D) for name in ("key", "value"))
-    k, v = ops.cache_write(state["k"], state["v"], key, value, inputs["slots"])
-    y = constrain(ops.linear(torch.nn.functional.silu(ops.linear(x, params["up"])), params["down"]), None, None)
-    return {"y": y}, {"k": k, "v": v}
-
-
-def split(mesh):
-    heads, pool = ("kv_heads", None), Aval((8, P, G, D), BF16, (None, None, "kv_heads", None))
-    params = {
-        "key": Aval((G * D, M), BF16, heads), "value": Aval((G * D, M), BF16, heads),
-        "up": Aval((F, M), BF16, ("ffn", None)), "down": Aval((M, F), BF16, (None, "ffn")),
-    }  # fmt: skip
-    inputs = {"x": Aval((T, M), BF16), "slots": Aval((T,), torch.int32)}
-    program = Program("toy", Bucket("decode", T, 1), forward, params, {"k": pool, "v": pool}, inputs)
-    return optimise(partition(program, Mesh.parse(mesh), Rules.of({"kv_heads": "tp", "ffn": "tp"})))
 
 
 @pytest.fixture(scope="module")
