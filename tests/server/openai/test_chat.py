@@ -40,11 +40,6 @@ def served():
         yield openai.OpenAI(base_url=url, api_key="none", max_retries=0), engine, url
 
 
-@pytest.fixture
-def client(served):
-    return served[0]
-
-
 def ask(client, content, stream=False, **options):
     return client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": content}], stream=stream, **options)
 

@@ -22,11 +22,6 @@ def served():
         yield openai.OpenAI(base_url=url, api_key="none", max_retries=0), engine
 
 
-@pytest.fixture
-def client(served):
-    return served[0]
-
-
 def test_a_prompt_is_continued(client):
     answer = client.completions.create(model="tiny", prompt="abc", max_tokens=2)
     assert answer.id.startswith("cmpl-")

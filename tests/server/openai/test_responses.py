@@ -25,11 +25,6 @@ def served():
         yield openai.OpenAI(base_url=url, api_key="none", max_retries=0), engine, url
 
 
-@pytest.fixture
-def client(served):
-    return served[0]
-
-
 def test_a_text_is_what_the_user_says(client, served):
     response = client.responses.create(model="tiny", input="äb", instructions="be brief", metadata={"k": "v"}, max_output_tokens=4)
     assert (response.object, response.status, response.model) == ("response", "incomplete", "tiny")

@@ -25,11 +25,6 @@ def served():
         yield openai.OpenAI(base_url=url, api_key="none", max_retries=0), engine, url
 
 
-@pytest.fixture
-def client(served):
-    return served[0]
-
-
 def user(text):
     return [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": text}]}]
 

@@ -25,11 +25,6 @@ def served():
         yield openai.OpenAI(base_url=url, api_key="none", max_retries=0), engine, url
 
 
-@pytest.fixture
-def client(served):
-    return served[0]
-
-
 def deltas(events):
     return "".join(event.delta for event in events if event.type == "response.output_text.delta")
 
