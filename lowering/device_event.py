@@ -13,7 +13,7 @@ POLL_S = 50e-6
 """How often an event is asked for while somebody waits with a limit: a fraction of the shortest steps."""
 
 
-class Recorded(Protocol):
+class RecordedEvent(Protocol):
     """A recorded event of a stream, such as `torch.npu.Event`."""
 
     def query(self) -> bool:
@@ -35,7 +35,7 @@ class StreamEvent:
         when_late: where to look if it does not come in time, for errors.
     """
 
-    def __init__(self, recorded: Recorded, name: str, enter: Callable[[], None], when_late: str) -> None:
+    def __init__(self, recorded: RecordedEvent, name: str, enter: Callable[[], None], when_late: str) -> None:
         self._recorded, self._name, self._enter, self._when_late = recorded, name, enter, when_late
 
     def wait(self, timeout_s: float | None = None) -> None:

@@ -11,7 +11,7 @@ from ..graphs.errors import SpecError
 GIB = 2**30
 
 
-class Fact(NamedTuple):
+class SourcedNumber(NamedTuple):
     """A number, its unit, and the public source that has it."""
 
     value: float
@@ -20,43 +20,43 @@ class Fact(NamedTuple):
 
 
 _BOTH = {
-    "hbm_bytes": Fact(64 * GIB, "bytes", "the 64 GiB parts: CANN 9.0 platform_config (Ascend910_9382.ini, Ascend910B2.ini)"),
-    "usable_hbm_bytes": Fact(int(60.96 * GIB), "bytes", "torch_npu device properties of an Ascend910_9382"),
-    "hbm_bytes_per_s": Fact(
+    "hbm_bytes": SourcedNumber(64 * GIB, "bytes", "the 64 GiB parts: CANN 9.0 platform_config (Ascend910_9382.ini, Ascend910B2.ini)"),
+    "usable_hbm_bytes": SourcedNumber(int(60.96 * GIB), "bytes", "torch_npu device properties of an Ascend910_9382"),
+    "hbm_bytes_per_s": SourcedNumber(
         1.6e12, "bytes/s",
         "arXiv:2506.12708 (3.2 TB/s a package of two dies); nameplate of the 64 GiB parts of both generations",
     ),
-    "cache_bytes": Fact(
+    "cache_bytes": SourcedNumber(
         96 * 2**20, "bytes",
         "half of the 192 MiB L2 in CANN's platform_config (Ascend910_9382.ini, Ascend910B2.ini): the other half holds what streams by",
     ),
-    "cache_bytes_per_s": Fact(
+    "cache_bytes_per_s": SourcedNumber(
         3.82e12, "bytes/s",
         "86 bytes a cycle and core (write; read is 110) x 24 cores x 1.85 GHz: CANN platform_config of Ascend910_9382",
     ),
-    "cores": Fact(24, "matrix cores", "CANN platform_config Ascend910_9382.ini and Ascend910B2.ini"),
-    "bf16_ops_per_s": Fact(
+    "cores": SourcedNumber(24, "matrix cores", "CANN platform_config Ascend910_9382.ini and Ascend910B2.ini"),
+    "bf16_ops_per_s": SourcedNumber(
         3.54e14, "operations/s",
         "24 cores x 8192 operations x 1.8 GHz: Huawei MindStudio msmodeling, tensor_cast/device.py; the product page has 3.76e14",
     ),
-    "int8_ops_per_s": Fact(7.08e14, "operations/s", "twice bf16: Huawei MindStudio msmodeling, tensor_cast/device.py"),
-    "vector_ops_per_s": Fact(
+    "int8_ops_per_s": SourcedNumber(7.08e14, "operations/s", "twice bf16: Huawei MindStudio msmodeling, tensor_cast/device.py"),
+    "vector_ops_per_s": SourcedNumber(
         5.5e12, "float32 operations/s",
         "48 vector cores x 64 lanes x 1.8 GHz, from the 256 bytes a vector instruction takes (Ascend C documentation); not measured",
     ),
-    "link_bytes_per_s": Fact(1.96e11, "bytes/s of one NPU, one direction", "arXiv:2506.12708: seven links of 28 GB/s"),
+    "link_bytes_per_s": SourcedNumber(1.96e11, "bytes/s of one NPU, one direction", "arXiv:2506.12708: seven links of 28 GB/s"),
 }  # fmt: skip
 _OWN = {
     "ascend910_93": {
-        "npus_per_node": Fact(16, "NPUs", "Atlas 800I A3: 8 packages of two dies"),
-        "node_link_bytes_per_s": Fact(
+        "npus_per_node": SourcedNumber(16, "NPUs", "Atlas 800I A3: 8 packages of two dies"),
+        "node_link_bytes_per_s": SourcedNumber(
             1.96e11, "bytes/s of one NPU, one direction",
             "arXiv:2506.12708: within 3 % of the links of one node, among the 48 nodes of a supernode",
         ),
     },
     "ascend910b": {
-        "npus_per_node": Fact(8, "NPUs", "Atlas 800I A2: 8 NPUs"),
-        "node_link_bytes_per_s": Fact(
+        "npus_per_node": SourcedNumber(8, "NPUs", "Atlas 800I A2: 8 NPUs"),
+        "node_link_bytes_per_s": SourcedNumber(
             2.5e10, "bytes/s of one NPU, one direction",
             "RoCE 200 Gbit/s; CANN HIXL benchmarks/A2_benchmark_performance.md measured 22.6 GB/s",
         ),
@@ -94,7 +94,7 @@ class Npu:
     npus_per_node: int
 
 
-def facts(chip: str) -> Mapping[str, Fact]:
+def facts(chip: str) -> Mapping[str, SourcedNumber]:
     """What is known of a chip, by the field of `Npu`.
 
     Raises:

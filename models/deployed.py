@@ -20,7 +20,7 @@ CONTRACTED = ("q_heads", "delta_heads", "ffn", "shared_ffn", "expert_ffn")
 """Logical axes that row-parallel products contract."""
 
 
-class Machine(Protocol):
+class LoweredFor(Protocol):
     """Fields of `lowering.platform.Platform` that decide a variant."""
 
     @property
@@ -41,7 +41,7 @@ def deployed(
     dispatches: bool,
     local: bool,
     backend: str,
-    platform: Machine,
+    platform: LoweredFor,
     draft_vocab: int = 0,
     physical_experts: int = 0,
     tells_experts: bool = False,

@@ -20,7 +20,7 @@ KEY = "draft_head"
 """Key of the rows in the tree of parameters."""
 
 
-class Sizes(Protocol):
+class HeadSizes(Protocol):
     """Fields of a model's configuration that are read here."""
 
     @property
@@ -31,7 +31,7 @@ class Sizes(Protocol):
     def variant(self) -> Variant: ...
 
 
-def param(cfg: Sizes, dtype: torch.dtype, names: tuple[str, ...], instead: tuple[str, ...]) -> dict[str, Param]:
+def param(cfg: HeadSizes, dtype: torch.dtype, names: tuple[str, ...], instead: tuple[str, ...]) -> dict[str, Param]:
     """The rows [N, M] under KEY; nothing where drafts are of the whole vocabulary.
 
     Args:
@@ -43,7 +43,7 @@ def param(cfg: Sizes, dtype: torch.dtype, names: tuple[str, ...], instead: tuple
     return {KEY: Param(Aval(shape, dtype, ("vocab", None)), Source(names, (shape,), instead=instead, first_rows=True), role="column")}
 
 
-def size(cfg: Sizes) -> int:
+def size(cfg: HeadSizes) -> int:
     """Ids that may be drafted: the first ones."""
     return cfg.variant.draft_vocab or cfg.vocab_size
 
@@ -53,6 +53,6 @@ def recorded(shapes: Iterable[tuple[str, tuple[int, ...]]]) -> int:
     return next((shape[0] for path, shape in shapes if KEY in path.split(".")), 0)
 
 
-def small(cfg: Sizes, tp: int) -> int:
+def small(cfg: HeadSizes, tp: int) -> int:
     """`Variant.draft_vocab` of a small model that stands for one (shrink.py): half of its vocabulary, where the large one has a part."""
     return cfg.vocab_size // (2 * tp) * tp if cfg.variant.draft_vocab else 0

@@ -26,7 +26,7 @@ Layer = tuple[int, ...]
 """The logical expert of each physical one."""
 
 
-class Storage(Protocol):
+class PhysicalExperts(Protocol):
     """How many physical experts there are; `models.variant.Variant` is one."""
 
     @property
@@ -35,16 +35,16 @@ class Storage(Protocol):
     def expert_ranks(self) -> int: ...
 
 
-class Sizes(Protocol):
+class ExpertCount(Protocol):
     """Fields of a model's configuration that are read here."""
 
     @property
     def num_experts(self) -> int: ...
     @property
-    def variant(self) -> Storage: ...
+    def variant(self) -> PhysicalExperts: ...
 
 
-class Placed(Protocol):
+class PlacedModel(Protocol):
     """What is read here of `models.step.Model`."""
 
     def params(self, dtype: torch.dtype) -> Tree:
@@ -73,7 +73,7 @@ class ExpertPlacement:
         return [list(layer) for layer in self.layers]
 
 
-def with_experts(model: Placed) -> tuple[list[bool], bool]:
+def with_experts(model: PlacedModel) -> tuple[list[bool], bool]:
     """Which layers of a model have experts, and whether the layer of its draft head, if its programs draft, has."""
     params = model.params(torch.float32)
 
@@ -83,7 +83,7 @@ def with_experts(model: Placed) -> tuple[list[bool], bool]:
     return [has(layer) for layer in params["layers"]], has({name: part for name, part in params.items() if name != "layers"})
 
 
-def count(cfg: Sizes) -> int:
+def count(cfg: ExpertCount) -> int:
     """Physical experts of a layer, 0 in a dense model."""
     return cfg.variant.physical_experts or cfg.num_experts
 
@@ -111,7 +111,7 @@ def tables(layer: Layer, logical: int, ranks: int) -> list[list[int]]:
     return chosen
 
 
-def placed(params: Tree, storage: Storage, placement: ExpertPlacement | None) -> Tree:
+def placed(params: Tree, storage: PhysicalExperts, placement: ExpertPlacement | None) -> Tree:
     """A tree of stored Param whose experts are physical ones, with a table beside each router.
 
     Layers that the placement does not have, all where it is None, are placed by default.
@@ -130,7 +130,7 @@ def placed(params: Tree, storage: Storage, placement: ExpertPlacement | None) ->
     return walk(params)
 
 
-def _block(block: Mapping[str, Any], layer: Layer | None, storage: Storage) -> dict[str, Tree]:
+def _block(block: Mapping[str, Any], layer: Layer | None, storage: PhysicalExperts) -> dict[str, Tree]:
     logical, ranks = block[_ROUTER].aval.shape[0], storage.expert_ranks
     layer = layer or by_default(storage.physical_experts, logical)
 
@@ -190,7 +190,7 @@ def physical_count(shapes: Iterable[tuple[str, tuple[int, ...]]]) -> int:
     return next(shape[0] for path, shape in named if path in weights)
 
 
-def small(cfg: Sizes, large: Sizes, layers: int) -> tuple[int, ExpertPlacement | None]:
+def small(cfg: ExpertCount, large: ExpertCount, layers: int) -> tuple[int, ExpertPlacement | None]:
     """`Variant.physical_experts` of a small model that stands for a large one (shrink.py), and a placement that moves all; 0 without one.
 
     Where the large one has copies, each rank of the small one has one.

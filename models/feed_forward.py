@@ -63,12 +63,12 @@ def swiglu_params(M: int, width: int, dtype: torch.dtype, prefix: str, axis: str
     )
 
 
-class Sizes(DenseSizes, MoeSizes, Protocol):
+class FeedForwardSizes(DenseSizes, MoeSizes, Protocol):
     """Fields of a model's configuration that either block reads; without experts every layer is dense."""
 
 
 def params(
-    cfg: Sizes, dtype: torch.dtype, prefix: str, *, dense: bool, shared: str = "shared_expert", gated: bool = True
+    cfg: FeedForwardSizes, dtype: torch.dtype, prefix: str, *, dense: bool, shared: str = "shared_expert", gated: bool = True
 ) -> dict[str, Tree]:
     """Parameters of a layer's block, a dense one in a model without experts; `prefix` begins their names in a checkpoint.
 

@@ -21,7 +21,7 @@ AXES = ("vocab", "ffn")
 """Logical axes that are padded."""
 
 
-class Ranks(Protocol):
+class PaddedAxes(Protocol):
     """How many ranks share the axes that are padded; `models.variant.Variant` is one."""
 
     @property
@@ -41,13 +41,13 @@ def padded_size(size: int, ranks: int) -> int:
     return share * ranks
 
 
-def padded(params: Tree, storage: Ranks) -> Tree:
+def padded(params: Tree, storage: PaddedAxes) -> Tree:
     """A tree of Param with the dimensions padded that ranks do not share evenly."""
     ranks = dict(storage.padded)
     return tree.map_leaves(lambda param: _padded(param, ranks), params) if ranks else params
 
 
-def paddings(params: Tree, storage: Ranks) -> Iterator[tuple[str, int, int, int]]:
+def paddings(params: Tree, storage: PaddedAxes) -> Iterator[tuple[str, int, int, int]]:
     """(axis, size, padded size, ranks) of all that `padded` changes, each once."""
     ranks, seen = dict(storage.padded), set()
     for _, param in tree.flatten(params):

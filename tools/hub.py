@@ -28,7 +28,7 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True)
-class Wanted:
+class HubName:
     """What is looked for.
 
     Attributes:
@@ -109,13 +109,13 @@ def checkpoint_of(name: str, environment: Mapping[str, str], progress: Progress,
     found = HUB_NAME.fullmatch(name)
     if found is None or directory_named(name):
         return name
-    wanted = Wanted(found["name"], found["revision"], weights, environment)
+    wanted = HubName(found["name"], found["revision"], weights, environment)
     places = [place for place in wanted.places() if place.is_dir()]
     complete = next((place for place in places if not wanted.lacking(place)), None)
     return str(complete or _fetched(wanted, places, progress))
 
 
-def _fetched(wanted: Wanted, places: list[Path], progress: Progress) -> Path:
+def _fetched(wanted: HubName, places: list[Path], progress: Progress) -> Path:
     """The checkpoint, fetched from the first hub that can be asked and has it."""
     reasons = []
     for fetch in (_from_hugging_face, _from_modelscope):
@@ -139,7 +139,7 @@ class _Unreachable(Exception):
     """A hub cannot be asked, or does not have the model."""
 
 
-def _from_hugging_face(wanted: Wanted, progress: Progress) -> Path:
+def _from_hugging_face(wanted: HubName, progress: Progress) -> Path:
     try:
         library, errors = map(importlib.import_module, ("huggingface_hub", "huggingface_hub.errors"))
     except ImportError:
@@ -182,7 +182,7 @@ def _from_hugging_face(wanted: Wanted, progress: Progress) -> Path:
     return directory
 
 
-def _from_modelscope(wanted: Wanted, progress: Progress) -> Path:
+def _from_modelscope(wanted: HubName, progress: Progress) -> Path:
     try:
         library = importlib.import_module("modelscope")
     except ImportError:
@@ -202,7 +202,7 @@ def _from_modelscope(wanted: Wanted, progress: Progress) -> Path:
         raise _Unreachable(f"ModelScope: {_first_line(error)}") from None
 
 
-def _say(wanted: Wanted, hub: str, cache: Path, progress: Progress) -> None:
+def _say(wanted: HubName, hub: str, cache: Path, progress: Progress) -> None:
     """Says what is fetched and whither; the hub's library draws how far it is."""
     progress.say(f"fetching {'' if wanted.weights else 'the configuration of '}{wanted.name} from {hub} into {cache}")
 

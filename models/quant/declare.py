@@ -27,7 +27,7 @@ ROLES = {"column": (0, False), "row": (0, True), "experts": (1, False), "experts
 EXPERT_FORMATS = (FLOAT, W8A8_DYNAMIC, W4A8_DYNAMIC, W4A16)
 
 
-class Storage(Protocol):
+class StoredFormats(Protocol):
     """How a deployment stores matrices; `models.variant.Variant` is one."""
 
     @property
@@ -41,7 +41,7 @@ class Storage(Protocol):
         ...
 
 
-def stored(params: Tree, storage: Storage) -> Tree:
+def stored(params: Tree, storage: StoredFormats) -> Tree:
     """A tree of Param as it is stored: a matrix that is not float becomes a mapping of Param, as do experts for grouped products.
 
     So does a matrix or a norm that has a bias: the mapping has it as `bias`. A matrix of tensors in different formats becomes a list of its
@@ -60,7 +60,7 @@ def stored(params: Tree, storage: Storage) -> Tree:
     return tree.map_leaves(each, params)
 
 
-def _with_bias(param: Param, storage: Storage, weight: Tree) -> Tree:
+def _with_bias(param: Param, storage: StoredFormats, weight: Tree) -> Tree:
     # Static scales have it in their integers.
     static = isinstance(weight, Mapping) and "quant_bias" in weight
     if not param.role or static or not (param.biased or storage.formats.has_bias(param.source.names)):
@@ -88,7 +88,7 @@ def _bias(param: Param, *, matrix: bool) -> Param:
     return Param(replace(param.aval, shape=param.aval.shape[:-1], axes=param.aval.axes[:-1]), column, "zeros")
 
 
-def _stored(param: Param, storage: Storage) -> Tree:
+def _stored(param: Param, storage: StoredFormats) -> Tree:
     form = storage.formats.of(param.source.names)
     if param.role not in ROLES:
         if form != FLOAT:
@@ -108,7 +108,7 @@ def _stored(param: Param, storage: Storage) -> Tree:
     return {name: Param(aval, picked[name], "quantised") for name, aval in declared.items()}
 
 
-def _check_padding(param: Param, storage: Storage) -> None:
+def _check_padding(param: Param, storage: StoredFormats) -> None:
     """Refuses int4 of which ranks would share an element: eight channels are one, and in some checkpoints eight columns."""
     for name, shape, axes in zip(param.source.names, param.source.shapes, param.source_axes, strict=True):
         # A contraction is packed in some checkpoints, and nowhere else.

@@ -77,7 +77,7 @@ class RendezvousConfig:
 
 
 @dataclass(frozen=True)
-class Arrival:
+class AcceptedRank:
     """A rank that rank 0 has accepted.
 
     Attributes:
@@ -133,7 +133,7 @@ def accept_ranks(
     exited: Callable[[], str | None] = lambda: None,
     say: Say = _silent,
     working: Working = lambda _: False,
-) -> dict[int, Arrival]:
+) -> dict[int, AcceptedRank]:
     """Rank 0: waits for all other ranks, and accepts them if all match. The time that they have begins anew while they work.
 
     Args:
@@ -145,7 +145,7 @@ def accept_ranks(
     Raises:
         RankError: naming the ranks that did not connect in time, or both ranks and both values of what differs.
     """
-    arrivals: dict[int, Arrival] = {}
+    arrivals: dict[int, AcceptedRank] = {}
     turned_away: list[str] = []
     refusal: str | None = None
     deadline, reminder = time.monotonic() + config.timeout_s, Reminder(say, config.node.count == 1)
@@ -278,7 +278,7 @@ def _listener(host: str, port: int, backlog: int) -> socket.socket:
 
 def _accept_one(
     listener: socket.socket,
-    arrivals: dict[int, Arrival],
+    arrivals: dict[int, AcceptedRank],
     config: RendezvousConfig,
     identity: Mapping[str, str],
     turned_away: list[str],
@@ -311,7 +311,7 @@ def _accept_one(
         return None
     node = Node(came.node_rank, came.nodes, came.host, came.address)
     refusal = _mismatch(came, node, arrivals, config, identity)
-    arrivals[came.rank if came.rank not in arrivals else -1] = Arrival(stream, node, came.port)
+    arrivals[came.rank if came.rank not in arrivals else -1] = AcceptedRank(stream, node, came.port)
     return refusal
 
 
@@ -326,7 +326,7 @@ def _turn_away(stream: socket.socket, address: str, turned_away: list[str], say:
 
 
 def _mismatch(
-    hello: _Hello, node: Node, arrivals: Mapping[int, Arrival], config: RendezvousConfig, identity: Mapping[str, str]
+    hello: _Hello, node: Node, arrivals: Mapping[int, AcceptedRank], config: RendezvousConfig, identity: Mapping[str, str]
 ) -> str | None:
     rank, size, other, own = hello.rank, hello.world_size, hello.identity, config.node
     if node.count != own.count:
@@ -357,7 +357,7 @@ def _readable(streams: Iterable[socket.socket], timeout_s: float) -> list[socket
         return [names[key.fd] for key, _ in selector.select(timeout_s)]
 
 
-def _ended(arrivals: Mapping[int, Arrival]) -> str | None:
+def _ended(arrivals: Mapping[int, AcceptedRank]) -> str | None:
     """Which rank that had come has ended, and what it said of it."""
     streams = {arrival.stream: rank for rank, arrival in arrivals.items()}
     for stream in _readable(streams, 0):
@@ -371,16 +371,16 @@ def _ended(arrivals: Mapping[int, Arrival]) -> str | None:
     return None
 
 
-def _extended(deadline: float, config: RendezvousConfig, arrivals: Mapping[int, Arrival], working: Working) -> float:
+def _extended(deadline: float, config: RendezvousConfig, arrivals: Mapping[int, AcceptedRank], working: Working) -> float:
     """The deadline, anew where those that are missing work."""
     return time.monotonic() + config.timeout_s if working(_missing(config, arrivals)) else deadline
 
 
-def _missing(config: RendezvousConfig, arrivals: Mapping[int, Arrival]) -> list[int]:
+def _missing(config: RendezvousConfig, arrivals: Mapping[int, AcceptedRank]) -> list[int]:
     return [rank for rank in range(1, config.world_size) if rank not in arrivals]
 
 
-def _late(arrivals: Mapping[int, Arrival], config: RendezvousConfig, deadline: float, turned_away: list[str]) -> str | None:
+def _late(arrivals: Mapping[int, AcceptedRank], config: RendezvousConfig, deadline: float, turned_away: list[str]) -> str | None:
     if time.monotonic() < deadline or len(arrivals) == config.world_size - 1:
         return None
     timeout = f"{config.host} within {config.timeout_s:g} s"
@@ -393,14 +393,14 @@ def _late(arrivals: Mapping[int, Arrival], config: RendezvousConfig, deadline: f
     return f"ranks {missing} of {config.world_size} did not come to {timeout} (--join-timeout); those that came: {present}"
 
 
-def _present(config: RendezvousConfig, arrivals: Mapping[int, Arrival], turned_away: list[str]) -> str:
+def _present(config: RendezvousConfig, arrivals: Mapping[int, AcceptedRank], turned_away: list[str]) -> str:
     """Which machines have come, and who was no rank."""
     nodes = sorted({config.node, *(arrival.node for arrival in arrivals.values())}, key=lambda node: node.rank)
     came = f"those that came: {', '.join(map(str, nodes))}"
     return came + (f"; turned away for another token: {', '.join(turned_away)}" if turned_away else "")
 
 
-def _remind(config: RendezvousConfig, arrivals: Mapping[int, Arrival], turned_away: list[str], deadline: float, say: Say) -> None:
+def _remind(config: RendezvousConfig, arrivals: Mapping[int, AcceptedRank], turned_away: list[str], deadline: float, say: Say) -> None:
     """Tells this machine, and one rank of each other one, who is missing; without others, all ranks."""
     left_s = max(0.0, deadline - time.monotonic())
     if config.node.count > 1:
@@ -416,7 +416,7 @@ def _remind(config: RendezvousConfig, arrivals: Mapping[int, Arrival], turned_aw
             arrival.stream.sendall(encode("waiting", message=text))
 
 
-def _apart(config: RendezvousConfig, arrivals: Mapping[int, Arrival]) -> str | None:
+def _apart(config: RendezvousConfig, arrivals: Mapping[int, AcceptedRank]) -> str | None:
     """Which machine does not reach which other one; every one tries all others but this one, which all have reached."""
     first = {arrival.node.rank: arrival for arrival in arrivals.values() if arrival.port}
     peers = {rank: (arrival.node.address, arrival.port) for rank, arrival in first.items()}

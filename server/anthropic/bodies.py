@@ -107,7 +107,7 @@ class Message(Body):
     content: str | Annotated[list[Block], FailFast()]
 
 
-class Choice(Body):
+class ToolChoiceBody(Body):
     """Whether tools are called."""
 
     type: Literal["auto", "any", "tool", "none"]
@@ -137,7 +137,7 @@ class CountRequest(Body):
     messages: Annotated[list[Message], Field(min_length=1), FailFast()]
     system: str | Annotated[list[Text], FailFast()] = ""
     tools: list[dict[str, Any]] = Field(default_factory=list)
-    tool_choice: Choice | None = None
+    tool_choice: ToolChoiceBody | None = None
     thinking: ThinkingConfig | None = None
     output_config: OutputConfig | None = None
     cache_control: Annotated[Any, Ignored(HINT)] = None

@@ -77,7 +77,7 @@ class EngineClient(Protocol):
         `spec_decode_num_accepted_tokens_per_pos` positions of draft tokens, from 0, to numbers."""
 
 
-class Handovers(Protocol):
+class HandoverHub(Protocol):
     """The interface of `fleet.prefill_hub` that the server uses."""
 
     async def serve(self, websocket: WebSocket, enter: Callable[[int], Callable[[], None]]) -> None:
@@ -188,7 +188,7 @@ class Service:
         self.tenant_key = secrets.token_bytes(16)
         self.siblings: Siblings | None = None
         self.tracing: Tracing | None = None
-        self.handovers: Handovers | None = None
+        self.handovers: HandoverHub | None = None
         self.decoding: Decoding | None = None
         self.ending = False
         self._mailbox: Mailbox | None = None

@@ -27,7 +27,7 @@ from .request_models import ChatRequest
 from .sse import EventStream, whole
 
 
-class Ready(NamedTuple):
+class ReadyChat(NamedTuple):
     """A chat that can be submitted.
 
     Attributes:
@@ -41,7 +41,7 @@ class Ready(NamedTuple):
     so_far: str
 
 
-async def ready(api: Api, service: Service, body: ChatRequest, request: Request, name: str) -> Ready:
+async def ready(api: Api, service: Service, body: ChatRequest, request: Request, name: str) -> ReadyChat:
     """Renders a chat and makes the engine's requests, of which `name` is the first one's id.
 
     Raises:
@@ -68,7 +68,7 @@ async def ready(api: Api, service: Service, body: ChatRequest, request: Request,
             form_options = replace(options, format=form)
             return prompt, service.requests(name, prompt.token_ids, form_options, "messages", prompt.pictures)
 
-        return Ready(*await off_loop(takes, prepared), options, use, so_far)
+        return ReadyChat(*await off_loop(takes, prepared), options, use, so_far)
 
 
 async def chat_completions(api: Api, body: ChatRequest, request: Request) -> Response:

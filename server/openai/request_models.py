@@ -142,7 +142,7 @@ Part = Annotated[
 ]
 
 
-class FunctionCall(Hints):
+class CalledFunction(Hints):
     """A call in a message of the assistant."""
 
     name: str
@@ -160,7 +160,7 @@ class CustomCall(Hints):
 class MessageToolCall(Hints):
     """A tool call in a message of the assistant."""
 
-    function: FunctionCall | None = None
+    function: CalledFunction | None = None
     custom: CustomCall | None = None
     id: str | None = None
     type: Literal["function", "custom"] = "function"

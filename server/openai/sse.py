@@ -55,7 +55,7 @@ class Frames(Generic[In]):
         return [frame({"error": error_reply(error).as_object()}), DONE]
 
 
-class Source(Protocol[Given]):
+class OutputSource(Protocol[Given]):
     """Where the outputs come from: `Live`, or an `EventReader`."""
 
     ended: asyncio.Event
@@ -91,12 +91,12 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, live: Source[Given], frames: Frames[Given]) -> None:
+    def __init__(self, live: OutputSource[Given], frames: Frames[Given]) -> None:
         self.status_code = 200
         self.background = None
         # Proxies such as nginx would hold events back.
         self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
-        self._live: Source[Any] = live
+        self._live: OutputSource[Any] = live
         self._frames: Frames[Any] = frames
         self._ahead: list[Any] = []
         self._chunk: Callable[[bytes], bool] | None = None
@@ -189,7 +189,7 @@ async def gone(receive: Receive) -> None:
         pass
 
 
-async def whole(live: Source[Given], receive: Receive) -> list[Given]:
+async def whole(live: OutputSource[Given], receive: Receive) -> list[Given]:
     """All that the completions become, once they have ended.
 
     Raises:

@@ -92,15 +92,15 @@ NOTHING, TEXT = Values(frozenset(), ()), Values(frozenset({"string"}))
 
 
 @dataclass(frozen=True)
-class Shape:
+class ObjectShape:
     """One alternative of an object: schemas of its properties, and those that it must have."""
 
     properties: Mapping[str, Any]
     required: frozenset[str]
 
-    def __and__(self, other: Shape) -> Shape:
+    def __and__(self, other: ObjectShape) -> ObjectShape:
         both = {name: {"allOf": [self.properties[name], other.properties[name]]} for name in self.properties if name in other.properties}
-        return Shape({**self.properties, **other.properties, **both}, self.required | other.required)
+        return ObjectShape({**self.properties, **other.properties, **both}, self.required | other.required)
 
 
 class Schemas:
@@ -127,7 +127,7 @@ class Schemas:
         others = self._root.get("additionalProperties") if isinstance(self._root, Mapping) else None
         return self.values(others) if isinstance(others, Mapping) else TEXT
 
-    def shapes(self) -> list[Shape]:
+    def shapes(self) -> list[ObjectShape]:
         """The alternatives of the whole object, one more than MAX_SHAPES where there are too many."""
         self._left = MAX_VISITS
         return self._shapes(self._root, ())
@@ -159,13 +159,13 @@ class Schemas:
         implied = [types for keyword, types in _IMPLIED.items() if keyword in schema] if values.types == TYPES else []
         return values & Values(frozenset[str]().union(*implied)) if implied else values
 
-    def _shapes(self, schema: Any, path: tuple[str, ...]) -> list[Shape]:
+    def _shapes(self, schema: Any, path: tuple[str, ...]) -> list[ObjectShape]:
         self._left -= 1
         if not isinstance(schema, Mapping) or self._left < 0 or len(path) > MAX_DEPTH:
-            return [Shape({}, frozenset())]
+            return [ObjectShape({}, frozenset())]
         properties, required = schema.get("properties"), schema.get("required")
         names = frozenset(name for name in required if isinstance(name, str)) if isinstance(required, list) else frozenset[str]()
-        shapes = [Shape(properties if isinstance(properties, Mapping) else {}, names)]
+        shapes = [ObjectShape(properties if isinstance(properties, Mapping) else {}, names)]
         for part, further in self._parts(schema, path):
             shapes = _each(shapes, [] if further is None else self._shapes(part, further))
         for alternatives in _alternatives(schema):
@@ -235,9 +235,9 @@ def _alternatives(schema: Mapping[str, Any]) -> Iterator[list[Any]]:
             yield schema[keyword]
 
 
-def _each(shapes: Iterable[Shape], others: list[Shape]) -> list[Shape]:
+def _each(shapes: Iterable[ObjectShape], others: list[ObjectShape]) -> list[ObjectShape]:
     """Every shape with each of the others, as far as they are counted."""
-    both = (shape & other for shape in shapes for other in others or [Shape({}, frozenset())])
+    both = (shape & other for shape in shapes for other in others or [ObjectShape({}, frozenset())])
     return [shape for shape, _ in zip(both, range(MAX_SHAPES + 1), strict=False)]
 
 

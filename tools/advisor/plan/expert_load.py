@@ -20,7 +20,7 @@ COPIES = 1
 
 
 @dataclass(frozen=True)
-class Placed:
+class ExpertLoad:
     """One placement.
 
     Attributes:
@@ -46,7 +46,7 @@ class Placed:
         }
 
 
-def placements(text: str, case: Case, parameters: Parameters) -> list[Placed]:
+def placements(text: str, case: Case, parameters: Parameters) -> list[ExpertLoad]:
     """The case with experts in order, as planned from counts, and with a copied expert a rank.
 
     Args:
@@ -71,4 +71,4 @@ def placements(text: str, case: Case, parameters: Parameters) -> list[Placed]:
         f"planned, {COPIES * ranks} copies": expert_map.fitted(read, model, ranks, physical=(share + COPIES) * ranks).layers,
     }
     found = {name: imbalance(rows, counts, ranks) for name, rows in layers.items()}
-    return [Placed(name, factor, predict(case, replace(parameters, imbalance=factor))) for name, factor in found.items()]
+    return [ExpertLoad(name, factor, predict(case, replace(parameters, imbalance=factor))) for name, factor in found.items()]

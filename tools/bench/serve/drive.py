@@ -18,14 +18,14 @@ FAILURES = (NpucompileError, OSError, json.JSONDecodeError, KeyError, TypeError,
 """What a request fails with when the server or the connection does; malformed answers lead to the last four."""
 
 
-class Sender(Protocol):
+class RequestSender(Protocol):
     """Sends one request and reads its answer to the end."""
 
     async def send(self, prompt: Prompt, arrived: Arrived) -> Told: ...
 
 
 async def drive(
-    sender: Sender,
+    sender: RequestSender,
     prompts: Sequence[Prompt],
     arrivals: Sequence[float],
     *,

@@ -33,7 +33,7 @@ WARMUP_TOKENS = 32
 
 
 @dataclass(frozen=True)
-class Load:
+class MadeLoad:
     """A load that has been made.
 
     Attributes:
@@ -144,7 +144,7 @@ def tokenizer_file(home: Home, name: str | None, model: str) -> Path:
                     "directory with one, an artifact or a model")  # fmt: skip
 
 
-def make_load(options: Options, vocabulary: Vocabulary) -> Load:
+def make_load(options: Options, vocabulary: Vocabulary) -> MadeLoad:
     """The requests and their times.
 
     Raises:
@@ -154,10 +154,10 @@ def make_load(options: Options, vocabulary: Vocabulary) -> Load:
         needs = "needs" if options.dataset == "prompts" else "takes no"
         raise SpecError(f"--dataset {options.dataset} {needs} --dataset-path; legal is one with prompts only")
     prompts = make_prompts(options, vocabulary)
-    return Load(prompts, arrival_times(len(prompts), options.request_rate, options.burstiness, options.seed))
+    return MadeLoad(prompts, arrival_times(len(prompts), options.request_rate, options.burstiness, options.seed))
 
 
-def check_lengths(load: Load, max_model_len: int | None) -> None:
+def check_lengths(load: MadeLoad, max_model_len: int | None) -> None:
     """Refuses a load of which the server would refuse requests.
 
     Raises:
@@ -181,7 +181,7 @@ def make_prompts(options: Options, vocabulary: Vocabulary) -> tuple[Prompt, ...]
     return workload.read(vocabulary, options.dataset_path, options.num_prompts, options.random_output_len)
 
 
-async def run(options: Options, target: Target, vocabulary: Vocabulary, load: Load, progress: Progress) -> tuple[Outcome, ...]:
+async def run(options: Options, target: Target, vocabulary: Vocabulary, load: MadeLoad, progress: Progress) -> tuple[Outcome, ...]:
     """Warms up, and sends the load.
 
     Raises:
@@ -210,7 +210,7 @@ async def run(options: Options, target: Target, vocabulary: Vocabulary, load: Lo
             return await drive(sender, load.prompts, load.arrivals, max_concurrency=options.max_concurrency, on_end=end)
 
 
-def describe(options: Options, target: Target, load: Load) -> Mapping[str, Any]:
+def describe(options: Options, target: Target, load: MadeLoad) -> Mapping[str, Any]:
     """The settings as they stand in JSON."""
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),

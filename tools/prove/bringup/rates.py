@@ -28,7 +28,7 @@ SLOW_DIE = 0.8
 """Of the median of all dies: less is named."""
 
 
-class Sizes(NamedTuple):
+class RateSizes(NamedTuple):
     """What is run.
 
     Attributes:
@@ -42,7 +42,7 @@ class Sizes(NamedTuple):
     launches: int
 
 
-ON_NPUS, ELSEWHERE = Sizes(256 << 20, 4096, 1000), Sizes(1 << 16, 32, 8)
+ON_NPUS, ELSEWHERE = RateSizes(256 << 20, 4096, 1000), RateSizes(1 << 16, 32, 8)
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class RatesCase:
         return Judgement(facts=facts, spent=True)
 
 
-def measured(host: Host, speeds: Parameters, sizes: Sizes) -> Mapping[str, Rate]:
+def measured(host: Host, speeds: Parameters, sizes: RateSizes) -> Mapping[str, Rate]:
     """Measures all.
 
     Raises:
@@ -125,7 +125,7 @@ def slow_dies(rates: Mapping[str, Sequence[float]]) -> list[str]:
     return found
 
 
-def _of_die(host: Host, speeds: Parameters, sizes: Sizes) -> dict[str, Rate]:
+def _of_die(host: Host, speeds: Parameters, sizes: RateSizes) -> dict[str, Rate]:
     nbytes, width = sizes.copied_bytes, sizes.width
     memory, page_locked = host.device.zeros((nbytes,), torch.uint8), host.device.pinned(nbytes)
     large, square = torch.ones(nbytes // 2, dtype=torch.bfloat16), torch.ones(width, width, dtype=torch.bfloat16)
