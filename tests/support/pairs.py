@@ -166,7 +166,8 @@ class Pair:
     def wait(self) -> None:
         parts = [*self.senders, *self.receivers]
         # Where nothing is due, memory is opened again meanwhile.
-        self.now_s = min([part.next_deadline_s for part in parts if part.next_deadline_s < float("inf")], default=self.now_s + LEASE_S)
+        deadlines = [handover.room.deadline_s for part in parts for handover in part._handovers.values()]
+        self.now_s = min((due_s for due_s in deadlines if due_s < float("inf")), default=self.now_s + LEASE_S)
         for part in parts:
             part.tick()
 
