@@ -35,7 +35,7 @@ class PhysicalExperts(Protocol):
     def expert_ranks(self) -> int: ...
 
 
-class ExpertCount(Protocol):
+class ExpertSizes(Protocol):
     """Fields of a model's configuration that are read here."""
 
     @property
@@ -83,7 +83,7 @@ def with_experts(model: PlacedModel) -> tuple[list[bool], bool]:
     return [has(layer) for layer in params["layers"]], has({name: part for name, part in params.items() if name != "layers"})
 
 
-def count(cfg: ExpertCount) -> int:
+def count(cfg: ExpertSizes) -> int:
     """Physical experts of a layer, 0 in a dense model."""
     return cfg.variant.physical_experts or cfg.num_experts
 
@@ -190,7 +190,7 @@ def physical_count(shapes: Iterable[tuple[str, tuple[int, ...]]]) -> int:
     return next(shape[0] for path, shape in named if path in weights)
 
 
-def small(cfg: ExpertCount, large: ExpertCount, layers: int) -> tuple[int, ExpertPlacement | None]:
+def small(cfg: ExpertSizes, large: ExpertSizes, layers: int) -> tuple[int, ExpertPlacement | None]:
     """`Variant.physical_experts` of a small model that stands for a large one (shrink.py), and a placement that moves all; 0 without one.
 
     Where the large one has copies, each rank of the small one has one.

@@ -35,7 +35,7 @@ class Encoding:
         fields: what else the graph says of itself.
         bodies: operators of each body; "" has those of none.
         launched: those of each body that start a kernel, without what depends on sizes alone: constants, copies of what is strided.
-        run: how the host runs it, where that is no single call.
+        launch_facts: launches of a step and what the host does for them, where that is no single call.
         collectives: in an order that holds on a device, groups as the partitioned graph names them; else `LoweringError`.
         of_rank: the collectives of a rank of a mesh; else `LoweringError`.
     """
@@ -48,7 +48,7 @@ class Encoding:
     fields: tuple[str, ...]
     bodies: Callable[[Any], Mapping[str, Counts]]
     launched: Callable[[Any], Mapping[str, Counts]]
-    run: Callable[[Any], Mapping[str, Any]]
+    launch_facts: Callable[[Any], Mapping[str, Any]]
     collectives: Callable[[Any], tuple[Collective, ...]]
     of_rank: Callable[[Any, int, Mesh], list[Talk]]
 
@@ -82,7 +82,7 @@ GE = Encoding(
     fields=("options", "engine", "donations", "bound", "inputs", "outputs", "patches"),
     bodies=lambda graph: inspect_ge.census_by_body(graph.graph),
     launched=lambda graph: inspect_ge.launched_by_body(graph.graph),
-    run=lambda graph: {},
+    launch_facts=lambda graph: {},
     collectives=lambda graph: collectives_check.of_ge_file(graph, in_order=True),
     of_rank=_of_ge_rank,
 )
@@ -95,7 +95,7 @@ CAPTURED = Encoding(
     fields=("inputs", "outputs", "written", "cuts", "captured"),
     bodies=inspect_acl.census_by_body,
     launched=inspect_acl.launched_by_kind,
-    run=inspect_acl.run,
+    launch_facts=inspect_acl.launch_facts,
     collectives=collectives_check.of_acl_file,
     # Groups have their symbols on all ranks.
     of_rank=lambda graph, rank, mesh: collectives_check.of_acl_rank(graph, {name: mesh.group(name, rank) for name in GROUPS}),

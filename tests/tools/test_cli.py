@@ -83,8 +83,8 @@ def test_commands_are_the_files_that_hold_one():
 
 
 # `bench serve` has the options of `vllm bench serve`, and six that are refused with the command that has them;
-# `serve` has those of a server that faces a network, each of which has a default; `build` has one that only repeated builds use,
-# and some that one kind of machine has alone.
+# `serve` has those of a server that faces a network, each of which has a default; `build` has 30, and
+# leaves those that few need to `--print-config`.
 MOST_OPTIONS = {"bench serve": 30, "build": 31, "serve": 33}
 
 

@@ -105,11 +105,13 @@ def census(artifact: Artifact, entry: GraphEntry) -> View:
     }
     total = sum(entry.census.values())
     lines = [f"{entry.bucket.name}: {total:,} operators" if total else f"{entry.bucket.name}: no graph for NPUs, so no operators to count"]
-    if graph is not None and (run := encoding_of(graph).run(graph)):
-        data |= run
-        how, copies = "captured" if run["captured"] else "launched one by one", run["copied_operands"]
-        lines.append(f"{run['launches']:,} launches a step, {how}, and at most {copies:,} copies of operands that are no rows side by side")
-        lines.append(f"the host reads lengths {run['host_reads']} times a step, for attention that may be queued already")
+    if graph is not None and (facts := encoding_of(graph).launch_facts(graph)):
+        data |= facts
+        how, copies = "captured" if facts["captured"] else "launched one by one", facts["copied_operands"]
+        lines.append(
+            f"{facts['launches']:,} launches a step, {how}, and at most {copies:,} copies of operands that are no rows side by side"
+        )
+        lines.append(f"the host reads lengths {facts['host_reads']} times a step, for attention that may be queued already")
     lines += _body_table(entry.census, bodies)
     cost = entry.cost
     lines.append(

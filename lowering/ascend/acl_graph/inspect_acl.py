@@ -79,7 +79,7 @@ def launched_by_kind(acl_file: AclFile) -> dict[str, dict[str, int]]:
     return {kind: dict(counts) for kind, counts in kinds.items()}
 
 
-def run(acl_file: AclFile) -> dict[str, Any]:
+def launch_facts(acl_file: AclFile) -> dict[str, Any]:
     """Launches of a step, copies that they may make besides, how often the host reads lengths, and whether the graph is captured."""
     started = launches(graph_of(acl_file).graph.nodes)
     reads = len(acl_file.cuts)

@@ -20,7 +20,7 @@ Decode = Callable[[Array, Array], Array]
 """Seconds of a decode step by rows of a group and mean context, which broadcast."""
 
 
-class _Lazily(dict[int, list[float]]):
+class _LazyTimes(dict[int, list[float]]):
     """Times by number, computed when they are first wanted."""
 
     def __init__(self, times: Callable[[int], list[float]]) -> None:
@@ -32,7 +32,7 @@ class _Lazily(dict[int, list[float]]):
         return self[number]
 
 
-_Rows = list[list[float]] | _Lazily
+_Rows = list[list[float]] | _LazyTimes
 
 
 class StepTable:
@@ -51,8 +51,8 @@ class StepTable:
         self.width = max(longest - shortest, 1.0) / (POINTS - 1)
         contexts: Array = shortest + self.width * np.arange(POINTS, dtype=np.float64)
         rows = np.asarray(self.buckets, dtype=float)
-        self._rows: _Rows = [] if not lazily else _Lazily(lambda i: seconds(rows[i : i + 1, None], contexts[None, :])[0].tolist())
-        self._most: _Rows = _Lazily(lambda i: [max(times) for times in zip(*(self._rows[row] for row in range(i + 1)), strict=True)])
+        self._rows: _Rows = [] if not lazily else _LazyTimes(lambda i: seconds(rows[i : i + 1, None], contexts[None, :])[0].tolist())
+        self._most: _Rows = _LazyTimes(lambda i: [max(times) for times in zip(*(self._rows[row] for row in range(i + 1)), strict=True)])
         if not lazily:
             times = seconds(rows[:, None], contexts[None, :])
             self._rows, self._most = times.tolist(), np.maximum.accumulate(times, axis=0).tolist()

@@ -31,7 +31,7 @@ def test_views_unpackings_and_waits_launch_nothing() -> None:
     assert inspect_acl.launches_by_body(made) == {"body": names}
     # Both halves of x are parts of longer rows; what `clone` reads is its own business.
     assert inspect_acl.copied_operands(launched) == 2
-    assert inspect_acl.run(made) == {"launches": 4, "copied_operands": 2, "host_reads": 0, "captured": made.captured}
+    assert inspect_acl.launch_facts(made) == {"launches": 4, "copied_operands": 2, "host_reads": 0, "captured": made.captured}
     census = inspect_acl.census_by_body(made)["body"]
     assert census["aten.view.default"] == 1
     assert not any("getitem" in name for name in census)
