@@ -103,7 +103,7 @@ def _cached_cost(node: Node) -> Cost:
 
 
 def memory(graph: GraphModule, signature: Signature) -> Memory:
-    """Static memory of a graph run node by node, freeing every value after its last reader."""
+    """Static memory of a graph run node by node, freeing every value after its last reader; see `_while_rows_travel`."""
     params, state, inputs = (sum(leaf.aval.nbytes for leaf in leaves) for leaves in (signature.params, signature.state, signature.inputs))
     donated = set(results_of(graph)[len(signature.outputs) :])
     return Memory(params, state, inputs, tuple(_live(graph, donated)))
@@ -126,6 +126,7 @@ def _live(graph: GraphModule, donated: set[Node]) -> list[int]:
     last = {node: node for node in sizes}
     for node in graph.graph.nodes:
         last.update({owner(source): node for source in node.all_input_nodes if source not in donated})
+    last |= _while_rows_travel(graph, last, sizes)
     ends: dict[Node, list[Node]] = {}
     for source, reader in last.items():
         ends.setdefault(reader, []).append(source)
@@ -136,6 +137,33 @@ def _live(graph: GraphModule, donated: set[Node]) -> list[int]:
         found.append(live)
         live -= sum(sizes.get(source, 0) for source in ends.get(node, ()))
     return found
+
+
+def _while_rows_travel(graph: GraphModule, last: dict[Node, Node], sizes: dict[Node, int]) -> dict[Node, Node]:
+    """Until when values live that an exchange is the last to read, where a graph has several: until a kernel waits for the exchange.
+
+    Kernels and exchanges run in order, on a stream each (lowering/ascend/streams.py, lowering/ascend/acl_graph/place.py). What an
+    operator gives beside other results counts as before: they are one value here, of which the exchange reads the smallest.
+    """
+    exchanges = [node for node in sizes if (primitive := of_target(node.target)) is not None and primitive.travels]
+    if len(exchanges) <= 2:
+        return {}
+    number, ends, waited = {node: i for i, node in enumerate(exchanges)}, dict[Node, Node](), dict[Node, int]()
+    sent = [[source for source, reader in last.items() if reader is node and not _several(source)] for node in exchanges]
+    done, before = 0, exchanges[0]
+    for node in graph.graph.nodes:
+        waited[node] = max((waited[source] for source in node.all_input_nodes), default=0)
+        if node in number:
+            waited[node] = number[node] + 1
+        elif sizes.get(node):
+            ends.update({source: before for sources in sent[done : waited[node]] for source in sources})
+            done = max(done, waited[node])
+        before = node
+    return ends
+
+
+def _several(node: Node) -> bool:
+    return isinstance(node.meta.get("val"), list | tuple)
 
 
 def _own_bytes(node: Node, donated: set[Node]) -> int:

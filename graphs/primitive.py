@@ -94,6 +94,7 @@ class Primitive(Generic[Operands]):
             `inplace` then does the same into the operand itself. Where all results are such, they have the abstract rule by that.
         like: the operand whose dtype the one result has, contiguous, and whose shape, unless the factors give the result's: the abstract
             rule of many.
+        travels: it sends rows to other devices, on a stream beside that of kernels where a graph has several such.
 
     Attributes:
         arguments: names of the operator's arguments, in order.
@@ -105,11 +106,18 @@ class Primitive(Generic[Operands]):
     """
 
     def __init__(
-        self, name: str, operands: type[Operands], *, factors: str, donates: tuple[tuple[int, int], ...] = (), like: str = ""
+        self,
+        name: str,
+        operands: type[Operands],
+        *,
+        factors: str,
+        donates: tuple[tuple[int, int], ...] = (),
+        like: str = "",
+        travels: bool = False,
     ) -> None:
         if name in TABLE:
             raise PrimitiveError(f"primitive {name!r} is defined twice; names are unique")
-        self.name, self.factors, self.donates = name, Factors.parse(factors), donates
+        self.name, self.factors, self.donates, self.travels = name, Factors.parse(factors), donates, travels
         types = get_type_hints(operands)
         if strange := {field: kind for field, kind in types.items() if kind not in _SCHEMA_TYPES}:
             legal = ", ".join(kind.__name__ for kind in _SCHEMA_TYPES)

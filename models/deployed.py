@@ -80,10 +80,8 @@ def deployed(
         variant = replace(variant, most_dispatched=0)
     elif grouped and not local:
         rounded = any(form not in UNROUNDED for form in of_experts)
-        # A captured graph has one stream, where a second part on its way takes memory and no time off.
-        beside = backend == "ge" and not platform.serial
         in_parts = fewer_bytes_in_parts(rounded, config.num_experts_per_tok, mesh.size)
-        variant = replace(variant, dispatches_in_parts=in_parts, in_flight=2 if beside else 1)
+        variant = replace(variant, dispatches_in_parts=in_parts, in_flight=1 if platform.serial else 2)
     variant = with_packages(variant, backend, platform.packages)
     if not grouped or not variant.most_dispatched:
         return variant

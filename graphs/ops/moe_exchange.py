@@ -43,9 +43,9 @@ class MoeCombine(NamedTuple):
     quantise: bool  # rows travel as int8, see `quantise.rounded_in_blocks`
 
 
-moe_dispatch = Primitive("moe_dispatch", MoeDispatch, factors="_ _, _ _, _ _, _ -> _ _, _, _, _, _")
+moe_dispatch = Primitive("moe_dispatch", MoeDispatch, factors="_ _, _ _, _ _, _ -> _ _, _, _, _, _", travels=True)
 
-moe_combine = Primitive("moe_combine", MoeCombine, factors="_ _, _ _, _ _, _, _, _ _, _, _ _ -> _ _")
+moe_combine = Primitive("moe_combine", MoeCombine, factors="_ _, _ _, _ _, _, _, _ _, _, _ _ -> _ _", travels=True)
 
 ASSIST = 128
 """int32 numbers the kernels keep for each row; the reference uses the first three: source rank, token there, choice there."""

@@ -21,10 +21,11 @@ from .ge_file import STREAM, GeFile, parse
 from .launches import body_of
 from .streams import DISPATCHES, EXCHANGE
 
-_NOTHING, _LINKS, _CORES = range(3)
+NOTHING, LINKS, CORES = range(3)
 """What an operator occupies; of those that start at once, the order in which they are listed."""
-_LEAST_S = 1e-9
-_EARLIER_TOKENS = 0
+LEAST_S = 1e-9
+"""That an operator takes at least, so that it is listed behind what it reads, whose start is earlier."""
+EARLIER_TOKENS = 0
 """Cached tokens of each request that prices assume: what runs beside an exchange does not depend on them."""
 
 
@@ -44,7 +45,7 @@ def in_order_of_time(ge_file: GeFile, mesh: Mesh, platform: Platform) -> GeFile:
     bodies = [list(ops) for _, ops in itertools.groupby(model.graph[0].op, lambda op: body_of(op.name))]
     if not any(_dispatches(ops) > 1 for ops in bodies):
         return ge_file
-    timed = timed_launches(ge_file, parameters(platform.chip), mesh, _EARLIER_TOKENS, platform)
+    timed = timed_launches(ge_file, parameters(platform.chip), mesh, EARLIER_TOKENS, platform)
     tasks = [timed.tasks[begin:end] for begin, end in itertools.pairwise(timed.firsts)]
     seconds = {node.name: sum(task.duration.total_s for task in each) for node, each in zip(timed.started, tasks, strict=True)}
     ordered = [op for ops in bodies for op in (_scheduled(ops, seconds) if _dispatches(ops) > 1 else ops)]
@@ -73,11 +74,15 @@ def _scheduled(ops: Sequence[Any], seconds: Mapping[str, float]) -> list[Any]:
     """The operators of a body, each after those that it reads, by the time at which they start."""
     number = {op.name: i for i, op in enumerate(ops)}
     reads = [{number[name] for tensor in op.input if (name := tensor.rpartition(":")[0]) in number} for op in ops]
-    # What takes time is listed behind what it reads, whose start is earlier.
-    lasts = [max(seconds[op.name], _LEAST_S) if op.name in seconds else 0.0 for op in ops]
-    runs_on = [(_LINKS if _exchanges(op) else _CORES) if op.name in seconds else _NOTHING for op in ops]
+    lasts = [max(seconds[op.name], LEAST_S) if op.name in seconds else 0.0 for op in ops]
+    runs_on = [(LINKS if _exchanges(op) else CORES) if op.name in seconds else NOTHING for op in ops]
+    return [ops[i] for i in in_order(reads, lasts, runs_on)]
+
+
+def in_order(reads: Sequence[Collection[int]], lasts: Sequence[float], runs_on: Sequence[int]) -> list[int]:
+    """The tasks of `start_times` in an order that streams can run, each behind what it reads."""
     starts = start_times(reads, lasts, runs_on)
-    return [ops[i] for i in sorted(range(len(ops)), key=lambda i: (starts[i], runs_on[i], i))]
+    return sorted(range(len(reads)), key=lambda i: (starts[i], runs_on[i], i))
 
 
 def start_times(reads: Sequence[Collection[int]], lasts: Sequence[float], runs_on: Sequence[int]) -> list[float]:
@@ -103,12 +108,12 @@ def start_times(reads: Sequence[Collection[int]], lasts: Sequence[float], runs_o
     now, ends = 0.0, list[tuple[float, int]]()
     while True:
         # What takes no time may make something ready now that is more urgent.
-        for kind in (_NOTHING,) if ready[_NOTHING] else (_LINKS, _CORES):
-            while ready[kind] and (kind == _NOTHING or free[kind] <= now):
+        for kind in (NOTHING,) if ready[NOTHING] else (LINKS, CORES):
+            while ready[kind] and (kind == NOTHING or free[kind] <= now):
                 _, i = heapq.heappop(ready[kind])
                 starts[i] = now
                 heapq.heappush(ends, (now + lasts[i], i))
-                if kind != _NOTHING:
+                if kind != NOTHING:
                     free[kind] = now + lasts[i]
         if not ends:
             return starts

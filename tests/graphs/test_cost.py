@@ -140,6 +140,25 @@ def test_donated_pools_are_counted_once() -> None:
     assert memory.total_bytes == 2048 + 72 * 1024 + 3 * 1024 + 12 + 3 * 1024
 
 
+@pytest.mark.parametrize(("in_flight", "peak_kib"), [(1, 1 + 2 + 8 + 1), (2, 8 + 1 + 2 + 8 + 1)])
+def test_rows_that_travel_live_until_a_kernel_waits_for_them(in_flight: int, peak_kib: int) -> None:
+    """Two parts: experts give 8 for a dispatch's 2, a combine gives 1. With both on their way experts compute one beside the other's 8."""
+    b = Build()
+    x, ids, rank = b.operand(1, 256), b.operand(1, 1, dtype=torch.int32), b.operand(1, dtype=torch.int32)
+    sent, outs, last = list[Node](), list[Node](), x
+    for number in range(1 + in_flight):
+        if number < 2:
+            several = b.call(ops.moe_dispatch.op, x, ids, last, rank, 4, "world", 4, False, val=[kib(1), kib(1)])
+            sent.append(last := b.call(operator.getitem, several, 0, val=kib(1)))
+        if number >= in_flight - 1:
+            rows = sent[len(outs)]
+            made = b.call(aten.add.Tensor, rows, 1, val=kib(8))
+            earlier = made if last is rows else last
+            args = (made, ids, x, rows, ids, x, rank, 4, "world", 4, earlier, False)
+            outs.append(last := b.call(ops.moe_combine.op, *args, val=kib(1)))
+    assert peak(b, b.call(aten.add.Tensor, *outs, val=kib(1))) == peak_kib
+
+
 # --- bodies ---
 
 

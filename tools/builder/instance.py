@@ -142,8 +142,8 @@ def choose_platform(plan: Plan) -> Plan:
         )
     if options.ge_kernels and plan.backend != "ge":
         raise SpecError(f"--ge-kernels {options.ge_kernels} with --backend {plan.backend}; legal is ge, whose compiler takes kernels")
-    if options.no_overlap and plan.backend != "ge":
-        raise SpecError(f"--no-overlap with --backend {plan.backend}; legal is ge, whose graphs have several streams")
+    if options.no_overlap and not target.chip:
+        raise SpecError(f"--no-overlap is for NPUs, whose graphs have several streams; the target is {target.name}")
     packages = tuple(sorted(set(options.operator_packages)))
     platform = Platform(target.chip, options.cann or target.cann, packages, options.ge_kernels or "", bool(options.no_overlap))
     return replace(plan, platform=platform)

@@ -18,7 +18,7 @@ from ...artifact.graph_io import decode as decode_graph
 from ..ge_file import Folded
 from ..packed import fields_of
 
-FORMAT = "npucompile.aclgraph/1"
+FORMAT = "npucompile.aclgraph/2"
 SUFFIX = "aclgraph"
 
 
@@ -35,6 +35,7 @@ class AclFile:
         captured: whether each segment is captured and replayed; else its operators are launched one by one.
         calls: (body, number of its nodes), in the order of the nodes behind the operands; "" where a node is in no body.
         folded: computes the derived values, from parameters or constants; None where there are none.
+        beside: (first, stop) of the nodes that run on a second stream, beside the others, increasing; see second_stream.py.
         ordered: operators run as they are listed.
         options, engine: it has none, which are for GE.
     """
@@ -51,6 +52,7 @@ class AclFile:
     captured: bool
     calls: tuple[tuple[str, int], ...]
     folded: Folded | None = None
+    beside: tuple[tuple[int, int], ...] = ()
 
     @property
     def operands(self) -> int:
@@ -80,6 +82,7 @@ def encode(acl_file: AclFile) -> bytes:
         "captured": acl_file.captured,
         "calls": acl_file.calls,
         "folded": acl_file.folded and [acl_file.folded.graph, acl_file.folded.params, acl_file.folded.values],
+        "beside": acl_file.beside,
     }
     return bytes(msgpack.packb(fields))
 
@@ -102,6 +105,7 @@ def decode(data: bytes) -> AclFile:
             captured=fields["captured"],
             calls=tuple((body, nodes) for body, nodes in fields["calls"]),
             folded=None if folded is None else Folded(folded[0], tuple(folded[1]), folded[2]),
+            beside=tuple((first, stop) for first, stop in fields["beside"]),
         )
     except (ValueError, KeyError, TypeError, IndexError) as error:
         raise LoweringError(f"this is not a file of format {FORMAT!r}: {error!r}") from None
@@ -125,5 +129,8 @@ def _check(acl_file: AclFile) -> None:
     first, last = acl_file.operands, acl_file.operands + sum(nodes for _, nodes in acl_file.calls)
     if list(acl_file.cuts) != sorted(set(acl_file.cuts)) or not all(first <= cut <= last for cut in acl_file.cuts):
         raise LoweringError(f"a file of nodes {first} to {last} is cut before {acl_file.cuts}; legal are increasing numbers of these")
+    borders = [border for span in acl_file.beside for border in span]
+    if borders != sorted(borders) or not all(first <= border <= last for border in borders):
+        raise LoweringError(f"of nodes {first} to {last} {acl_file.beside} are beside the others; legal are increasing numbers of these")
     if acl_file.folded and (wrong := [operand for operand in acl_file.folded.params if not 0 <= operand < acl_file.inputs]):
         raise LoweringError(f"a file of {acl_file.inputs} operands folds operands {wrong}; legal are 0 to {acl_file.inputs - 1}")

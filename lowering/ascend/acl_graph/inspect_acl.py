@@ -11,14 +11,14 @@ import torch
 from torch.fx import Node
 
 from ....graphs.errors import LoweringError
-from ....graphs.ir.alias import is_view
 from ....graphs.primitive import nbytes
 from ....graphs.types import DTYPE_NAMES, Signature
-from ...artifact import graph_io
 from ..inspect_weights import LARGE_BYTES
 from ..operators.table import BY_TARGET, FORMS, GROUP_ARGUMENTS, HOST_LISTS, group_of
 from .file import AclFile, graph_of
 from .formats import TRANSPOSED
+from .second_stream import STREAM, beside, on_host
+from .second_stream import check as check_second_stream
 
 _CLONE = "aten.clone.default"
 
@@ -32,7 +32,11 @@ def launches(nodes: Iterable[Node]) -> list[Node]:
     Args:
         nodes: of `file.graph_of`, or of a lowered graph.
     """
-    return [node for node in nodes if node.op == "call_function" and not _moves_nothing(str(node.target))]
+    return [node for node in nodes if node.op == "call_function" and _launches(node)]
+
+
+def _launches(node: Node) -> bool:
+    return not (on_host(node) or str(node.target).startswith("_c10d_functional.wait_tensor"))
 
 
 def copied_operands(launched: Iterable[Node]) -> int:
@@ -55,15 +59,9 @@ def copied_operands(launched: Iterable[Node]) -> int:
     return copied
 
 
-def _moves_nothing(name: str) -> bool:
-    if name.startswith(("operator.getitem", "<built-in function getitem", "_c10d_functional.wait_tensor")):
-        return True
-    return name.startswith("aten.") and is_view(graph_io.find_target(name))
-
-
 def launches_by_body(acl_file: AclFile) -> dict[str, list[str]]:
     """Names of the operators that `launches` counts, of each body, in the order of the bodies' first operators."""
-    return _by_body(acl_file, lambda node: not _moves_nothing(str(node.target)))
+    return _by_body(acl_file, _launches)
 
 
 def launched_by_kind(acl_file: AclFile) -> dict[str, dict[str, int]]:
@@ -105,15 +103,17 @@ def _by_body(acl_file: AclFile, counted: Callable[[Node], bool]) -> dict[str, li
 
 def text(acl_file: AclFile) -> str:
     """The graph, an operator a line, with a line where it is cut."""
-    lines, bodies = [], acl_file.bodies
-    for number, node in enumerate(graph_of(acl_file).graph.nodes):
+    lines, bodies, nodes = list[str](), acl_file.bodies, list(graph_of(acl_file).graph.nodes)
+    second = beside(acl_file, nodes)
+    for number, node in enumerate(nodes):
         if number in acl_file.cuts:
             lines.append("-- the host reads lengths, and updates the attention behind --")
         if node.op == "placeholder":
             lines.append(f"%{number} = operand {node.meta.get('leaf', '')} {_type(node.meta['val'])}")
         elif node.op == "call_function":
             arguments = ", ".join([*map(str, node.args), *(f"{name}={value}" for name, value in node.kwargs.items())])
-            lines.append(f"%{number} = {next(bodies)}/{node.target}({arguments}) {_type(node.meta['val'])}")
+            stream = f" on {STREAM}" if node in second and not on_host(node) else ""
+            lines.append(f"%{number} = {next(bodies)}/{node.target}({arguments}) {_type(node.meta['val'])}{stream}")
         else:
             lines.append(f"return {node.args[0]}")
     return "\n".join(lines)
@@ -127,7 +127,7 @@ def _type(value: object) -> str:
 
 
 def check(acl_file: AclFile, signature: Signature) -> None:
-    """Proves that the file fits a signature, writes pools alone, in place, and bakes no length in.
+    """Proves that the file fits a signature, writes pools alone, in place, bakes no length in, and needs no order of its streams.
 
     Raises:
         LoweringError: naming what is wrong.
@@ -153,6 +153,7 @@ def check(acl_file: AclFile, signature: Signature) -> None:
                 raise LoweringError(
                     f"{node.name} ({node.target}) has {argument} {node.kwargs.get(argument)} in every step; legal are lengths of the step"
                 )
+    check_second_stream(acl_file)
 
 
 def collectives(acl_file: AclFile) -> list[tuple[str, str, torch.Tensor]]:

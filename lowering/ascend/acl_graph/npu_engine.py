@@ -7,6 +7,7 @@ not run on a machine with CANN (docs/on-hardware.md).
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -34,17 +35,19 @@ class AclMemory:
     Attributes:
         pool: of torch_npu's allocator, from `graph_pool_handle`.
         stream: on which graphs are captured; torch_npu wants the same one wherever a pool is shared.
+        second: beside it; memory that a graph took on it is for graphs of the same.
         updates: the thread that gives replays their lengths.
     """
 
     pool: Any
     stream: Any
+    second: Any
     updates: Updates
 
     @staticmethod
     def of(torch_npu: Any, name: str, enter: Callable[[], None]) -> AclMemory:
         """That of a device which is the current one."""
-        return AclMemory(torch_npu.npu.graph_pool_handle(), torch_npu.npu.Stream(), Updates(name, enter))
+        return AclMemory(torch_npu.npu.graph_pool_handle(), torch_npu.npu.Stream(), torch_npu.npu.Stream(), Updates(name, enter))
 
 
 class NpuAclEngine:
@@ -106,7 +109,7 @@ class NpuAclEngine:
                 auto_dispatch_capture=bool(segment.updated),
                 capture_error_mode="thread_local",
             ):
-                run(segment.calls, local)
+                self._run(segment, local)
         except RuntimeError as error:
             text = f"a segment of {len(segment.calls)} operators cannot be captured on {self.name}: {error}"
             raise LoweringError(with_way_out(text)) from error
@@ -121,7 +124,24 @@ class NpuAclEngine:
             LoweringError: an operator is refused.
         """
         with named(f"an operator on {self.name}"):
+            self._run(segment, values)
+
+    def _run(self, segment: Segment, values: list[Any]) -> None:
+        """Runs operators on their streams. A capture takes the second in when that waits for the first."""
+        if segment.streams == 1:
             run(segment.calls, values)
+            return
+        events = dict[int, Any]()
+        self._memory.second.wait_stream(self._torch_npu.npu.current_stream())
+        for beside, calls in itertools.groupby(segment.calls, key=lambda call: call.beside):
+            with self._torch_npu.npu.stream(self._memory.second) if beside else contextlib.nullcontext():
+                stream = self._torch_npu.npu.current_stream()
+                for call in calls:
+                    if call.waits >= 0:
+                        stream.wait_event(events[call.waits])
+                    run([call], values)
+                    if call.awaited:
+                        events[call.number] = stream.record_event()
 
     def fetch(self, number: int, tensor: torch.Tensor) -> Callable[[], list[int]]:
         """Queues a copy into page-locked memory."""

@@ -16,6 +16,7 @@ from ....graphs.invariants import results_of
 from ..operators.table import GROUP_ARGUMENTS, HCCL_NAMED, HOST_LISTS, RANK_ARGUMENTS
 from .file import AclFile, graph_of
 from .host_lists import lists_of
+from .second_stream import Order, beside, on_host, order
 
 Find = Callable[[str], Callable[..., Any]]
 """Name of an operator, as the file has it -> what runs it."""
@@ -32,6 +33,10 @@ class Call:
         args, kwargs: with a `Value` in place of each node.
         frees: numbers of values that nobody reads afterwards.
         takes_lists: whether the host gives it lists.
+        launches: whether it runs on a stream.
+        beside: whether on the second one.
+        waits: number of the launch of the other stream that it waits for; -1 for none.
+        awaited: whether a launch of the other stream waits for it.
     """
 
     number: int
@@ -41,6 +46,10 @@ class Call:
     kwargs: Mapping[str, Any]
     frees: tuple[int, ...]
     takes_lists: bool
+    launches: bool = True
+    beside: bool = False
+    waits: int = -1
+    awaited: bool = False
 
 
 class Value(int):
@@ -67,6 +76,11 @@ class Segment:
     def updated(self) -> int:
         """Number of operators whose lists the host gives before each run."""
         return sum(call.takes_lists for call in self.calls)
+
+    @property
+    def streams(self) -> int:
+        """How many it runs on."""
+        return 1 + any(call.beside for call in self.calls)
 
 
 class AclProgram:
@@ -100,6 +114,7 @@ class AclProgram:
 
     def _segments(self, graph: GraphModule) -> tuple[Segment, ...]:
         last = {source: node for node in graph.graph.nodes for source in node.all_input_nodes}
+        second = beside(self.file, self.nodes)
         borders = [self.file.operands, *self.file.cuts, len(self.nodes)]
         segments, fetched = [], set[Node]()
         for start, stop in itertools.pairwise(borders):
@@ -108,23 +123,26 @@ class AclProgram:
             wanted = {value for node in self.nodes[stop:] for value in lists_of(node).values()}
             ready = [value for value in wanted - fetched if self._numbers[value] < stop]
             fetched |= set(ready)
-            inside = {node for node in part if self._numbers.get(last.get(node, node), len(self.nodes)) < stop}
+            inside = {node: last.get(node, node) for node in part if self._numbers.get(last.get(node, node), len(self.nodes)) < stop}
             keeps = [self._numbers[node] for node in part if node not in inside]
-            calls = tuple(self._call(node, last, inside) for node in part)
+            ordered = order(part, second, inside)
+            awaited = set(ordered.waits.values())
+            calls = tuple(self._call(node, ordered, node in second, node in awaited) for node in part)
             segments.append(Segment(calls, tuple(keeps), tuple(sorted(map(self._at, here))), tuple(sorted(map(self._at, ready)))))
         return tuple(segments)
 
     def _at(self, node: Node) -> int:
         return int(self._numbers[node])
 
-    def _call(self, node: Node, last: Mapping[Node, Node], inside: set[Node]) -> Call:
-        dead = [self._at(source) for source in node.all_input_nodes if last[source] is node and source in inside]
-        if node not in last:
-            dead.append(self._at(node))
+    def _call(self, node: Node, ordered: Order, second: bool, awaited: bool) -> Call:
+        dead, waits = tuple(map(self._at, ordered.frees.get(node, ()))), ordered.waits.get(node)
         name, args, kwargs = str(node.target), self._bound(node.args), self._bound(dict(node.kwargs))
         if name in GROUP_ARGUMENTS:
             args, kwargs = self._in_group(node, name, args, kwargs)
-        return Call(self._at(node), name, self._find(name), args, kwargs, tuple(dead), name in HOST_LISTS)
+        return Call(
+            self._at(node), name, self._find(name), args, kwargs, dead, name in HOST_LISTS,
+            not on_host(node), second, -1 if waits is None else self._at(waits), awaited,
+        )  # fmt: skip
 
     def _bound(self, arguments: Any) -> Any:
         def value(argument: Any) -> Any:

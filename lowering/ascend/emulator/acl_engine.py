@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import queue
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -13,13 +14,13 @@ import torch
 
 from ....graphs.errors import LoweringError
 from ...artifact import graph_io
-from ..acl_graph.program import AclProgram, Segment
+from ..acl_graph.program import AclProgram, Call, Segment, Value
 from ..operators.table import GROUP_ARGUMENTS, group_of
 from .checks import check_captured_formats, check_communication, check_segment
 from .device_state import DeviceState
 from .memory import DeviceTensor, allocate
 from .program import Program
-from .torch_program import TorchStep, kernel_of
+from .torch_program import TorchStep, collected, kernel_of
 
 POLL_S = 0.05
 
@@ -134,7 +135,8 @@ class EmulatedAclEngine:
             self._held += [None] * (len(program.nodes) - len(self._held))
         exchange, waits = self._state.exchange(self._fingerprint), True
         with torch.no_grad(), self._state.running(self._running):
-            for call in segment.calls:
+            # Nothing but events orders streams: half of the ranks are as early on the second as they can be, the others as late.
+            for call in in_some_order(segment.calls, second_first=bool(self._state.rank % 2)):
                 step = self._steps[call.number]
                 if call.takes_lists and waits:
                     self._running.current, waits = step.label, False
@@ -146,6 +148,35 @@ class EmulatedAclEngine:
 
     def _operand(self, program: AclProgram, number: int, tensor: DeviceTensor | None) -> torch.Tensor | None:
         return None if tensor is None or number not in program.reads else tensor.read(program.leaves[number] or f"number {number}")
+
+
+def in_some_order(calls: Sequence[Call], *, second_first: bool) -> Iterator[Call]:
+    """An order that two streams may take: one of them goes on until it waits for the other.
+
+    Args:
+        calls: of a segment; views and unpackings are there with what they are of.
+        second_first: which goes on.
+    """
+    views: dict[int, list[Call]] = {}
+    for call in calls:
+        if not call.launches:
+            views.setdefault(next(iter(collected((call.args, call.kwargs), Value)), -1), []).append(call)
+
+    def with_views(call: Call) -> Iterator[Call]:
+        yield call
+        for view in views.pop(call.number, ()):
+            yield from with_views(view)
+
+    here = {call.number for call in calls}
+    for source in [source for source in views if source not in here]:
+        for view in views.pop(source):
+            yield from with_views(view)
+    made, queues = set[int](), [deque(call for call in calls if call.launches and call.beside == beside) for beside in (False, True)]
+    while any(queues):
+        preferred, other = queues[second_first], queues[not second_first]
+        queue = preferred if preferred and (preferred[0].waits < 0 or preferred[0].waits in made) else other
+        made.add(queue[0].number)
+        yield from with_views(queue.popleft())
 
 
 class EmulatedSegment:

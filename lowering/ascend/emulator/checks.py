@@ -161,8 +161,8 @@ def check_segment(program: AclProgram, segment: Segment, state: DeviceState, gro
         by_value = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output} & set(target.tags)
         if by_value and not (call.name in _INDEXED and not _has_mask(program, call)):
             raise LoweringError(f"{program.nodes[call.number].name} ({call.name}) needs the values of its operands; it cannot be captured")
-    # A captured graph takes a stream of its own, and one for each communicator that it uses.
-    state.streams += 1 + len(groups)
+    # A captured graph takes its streams, and one for each communicator that it uses.
+    state.streams += segment.streams + len(groups)
     if state.streams > MAX_STREAMS:
         raise LoweringError(f"captured graphs take {state.streams} streams; legal are {MAX_STREAMS}: build fewer buckets")
 

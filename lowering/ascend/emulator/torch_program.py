@@ -43,7 +43,7 @@ class TorchStep(Step):
             self.members, self.rank = (None if at is None else arguments[0][at] for at in (form.size, form.rank))
         self.label: str = f"{node.name} ({node.target})"
         self.number, self._kernel, self._arguments = number, kernel, arguments
-        self.inputs, self.outputs = tuple(map(int, _collected(arguments, Value))), (number,)
+        self.inputs, self.outputs = tuple(map(int, collected(arguments, Value))), (number,)
 
     def call(self, values: Values) -> Arguments:
         """Its arguments."""
@@ -61,7 +61,7 @@ class TorchStep(Step):
 
     def tensors(self, call: Arguments) -> list[torch.Tensor]:
         """The tensors among its arguments."""
-        return _collected(call, torch.Tensor)
+        return collected(call, torch.Tensor)
 
     def of_member(self, call: Arguments, tensors: Sequence[torch.Tensor]) -> Arguments:
         """These arguments, with a member's tensors in place of this one's, in order."""
@@ -178,7 +178,7 @@ def _bound(argument: Any, bound: Mapping[Node, Any]) -> Any:
     return torch.device("cpu") if isinstance(argument, torch.device) else argument
 
 
-def _collected(arguments: Arguments, kind: type) -> list[Any]:
+def collected(arguments: Arguments, kind: type) -> list[Any]:
     """The values of a type among arguments, in order."""
     collected: list[Any] = []
     map_aggregate((arguments[0], dict(arguments[1])), lambda value: collected.append(value) if isinstance(value, kind) else None)

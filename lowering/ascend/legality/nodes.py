@@ -17,6 +17,8 @@ from ...artifact import graph_io
 from ...platform import Platform
 from ..acl_graph.file import AclFile, graph_of
 from ..acl_graph.formats import in_nz
+from ..acl_graph.second_stream import STREAM as BESIDE
+from ..acl_graph.second_stream import beside
 from ..ge_file import PRIORITY, STREAM, GeFile
 from ..ge_operators import Operator, by_kind, read
 from ..ge_types import tensor_types
@@ -161,7 +163,7 @@ class _Captured:
     def __init__(self, acl_file: AclFile, platform: Platform, facts: Table) -> None:
         self.types: dict[str, TensorType] = {}
         self._file, self._platform, self._facts = acl_file, platform, facts
-        self._nz = in_nz(acl_file)
+        self._nz, self._second = in_nz(acl_file), beside(acl_file, list(graph_of(acl_file).graph.nodes))
         self._tensors: dict[FxNode, str] = {}
 
     def nodes(self) -> Iterator[Node]:
@@ -227,6 +229,7 @@ class _Captured:
             # An operator whose name in the schema ends in an underscore returns what it writes.
             results=0 if target.split(".")[-2].endswith("_") else len(results),
             group=group_of(target, fx.args, fx.kwargs) if target in GROUP_ARGUMENTS else "",
+            stream=BESIDE if fx in self._second else "",
         )
 
 

@@ -107,7 +107,7 @@ GE_KERNELS = Setting(
 )
 NO_OVERLAP = Setting(
     "no-overlap",
-    "For GE: run operators one after the other. Else a part of a prompt's tokens travels to its experts while they compute another.",
+    "For NPUs: run operators one after the other. Else a part of a prompt's tokens travels to its experts while they compute another.",
     lambda plan: plan.platform.serial or None,
     extra={"is_flag": True, "default": None},
     seldom=True,

@@ -24,7 +24,9 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> AclFile:
 
 def test_a_file_is_read_as_it_was_written(made: AclFile) -> None:
     assert decode(encode(made)) == made
-    folded = replace(made, inputs=made.inputs - 1, written=(1,), folded=Folded(b"graph", (0, 1), 1))
+    folded = replace(
+        made, inputs=made.inputs - 1, written=(1,), folded=Folded(b"graph", (0, 1), 1), beside=((made.operands, made.operands + 1),)
+    )
     assert decode(encode(folded)) == folded
     assert folded.operands == made.operands
 
@@ -46,6 +48,7 @@ def test_what_is_no_file_or_contradicts_itself_is_refused(made: AclFile, tmp_pat
         ({"written": (made.inputs,)}, f"writes operands \\[{made.inputs}\\]; legal are 0 to {made.inputs - 1}"),
         ({"cuts": (first - 1,)}, "legal are increasing numbers of these"),
         ({"cuts": (first + 2, first + 1)}, "legal are increasing numbers of these"),
+        ({"beside": ((first + 1, first + 3), (first + 2, first + 4))}, "are beside the others; legal are increasing numbers of these"),
         ({"folded": Folded(b"", (made.inputs,), 0)}, f"folds operands \\[{made.inputs}\\]"),
     ):
         with pytest.raises(LoweringError, match=message):

@@ -6,6 +6,7 @@ import inspect
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -54,7 +55,7 @@ def attended(pool: Any, x: Any, pages: Any, starts: Any) -> tuple[Any, ...]:
 
 def captured(npu: Npu) -> tuple[list[Any], AclProgram, list[Any]]:
     made, _ = ag.of_body(attended, **ag.ATTENTION)
-    engine = NpuAclEngine(SimpleNamespace(npu=npu), "cpu", AclMemory("pool", "stream", Updates("npu:0")))
+    engine = NpuAclEngine(SimpleNamespace(npu=npu), "cpu", AclMemory("pool", "stream", "second", Updates("npu:0")))
 
     def find(name: str) -> Any:
         def attention(*args: Any, **kwargs: Any) -> Any:
@@ -93,9 +94,55 @@ def test_warm_ups_run_on_the_stream_of_captures_behind_and_before_everything_els
         log.append("left")
 
     npu = SimpleNamespace(synchronize=lambda: log.append("synchronize"), stream=stream)
-    with NpuAclEngine(SimpleNamespace(npu=npu), "cpu", AclMemory("pool", "stream", Updates("npu:0"))).capturing():
+    with NpuAclEngine(SimpleNamespace(npu=npu), "cpu", AclMemory("pool", "stream", "second", Updates("npu:0"))).capturing():
         log.append("launch")
     assert log == ["synchronize", "stream", "launch", "left", "synchronize"]
+
+
+class LoggedStream:
+    """A stream that says what is done with it."""
+
+    def __init__(self, name: str, log: list[str]) -> None:
+        self.name, self._log = name, log
+
+    def wait_stream(self, other: Any) -> None:
+        self._log.append(f"{self.name} waits for all of {other.name}")
+
+    def wait_event(self, event: str) -> None:
+        self._log.append(f"{self.name} waits for {event}")
+
+    def record_event(self) -> str:
+        self._log.append(f"{self.name}: {self._log.pop()}, recorded")
+        return self._log[-1].removesuffix(", recorded")
+
+
+def test_two_streams_wait_for_each_other_where_data_cross() -> None:
+    log = list[str]()
+    first, second = (LoggedStream(name, log) for name in ("first", "second"))
+    current = [first]
+
+    @contextmanager
+    def stream(entered: Any) -> Iterator[None]:
+        current.append(entered)
+        yield
+        current.pop()
+
+    made, _ = ag.of_body(lambda x: (x.exp().sin() + x.cos(),), captured=False, inputs_x=((2,), ag.F32))
+    number = ag.names(made).index("aten.sin.default") + made.operands
+    npu = SimpleNamespace(stream=stream, current_stream=lambda: current[-1])
+    engine = NpuAclEngine(SimpleNamespace(npu=npu), "cpu", AclMemory("pool", "stream", second, Updates("npu:0")))
+
+    def find(name: str) -> Any:
+        return lambda *values: log.append(name.split(".")[1]) or engine.find(name)(*values)
+
+    program = AclProgram(replace(made, beside=((number, number + 1),)), find, 0, {}, torch.device("cpu"))
+    values: list[Any] = [x := torch.rand(2), *[None] * (len(program.nodes) - 1)]
+    engine.launch(program, program.segments[0], values)
+    torch.testing.assert_close(values[program.results[0]], x.exp().sin() + x.cos())
+    assert log == [
+        *("second waits for all of first", "first: exp, recorded", "second waits for first: exp", "second: sin, recorded"),
+        *("cos", "first waits for second: sin", "add"),
+    ]
 
 
 def test_what_the_device_refuses_is_said() -> None:
@@ -106,7 +153,7 @@ def test_what_the_device_refuses_is_said() -> None:
 
 
 def test_an_operator_of_a_package_is_probed_when_a_graph_is_opened(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = NpuAclEngine(SimpleNamespace(npu=Npu()), "cpu", AclMemory("pool", "stream", Updates("npu:0")))
+    engine = NpuAclEngine(SimpleNamespace(npu=Npu()), "cpu", AclMemory("pool", "stream", "second", Updates("npu:0")))
     name = "_C_ascend.npuc_test_probe.default"
     with pytest.raises(LoweringError, match=r"calls _C_ascend::npuc_test_probe of vllm_ascend.vllm_ascend_C, which cannot be imported"):
         engine.find(name)
@@ -124,6 +171,8 @@ def test_torch_npu_has_the_calls(torch_npu: Any) -> None:
     graphs = torch_npu.npu.graphs
     inspect.signature(torch_npu.npu.stream).bind("stream")
     inspect.signature(torch_npu.npu.synchronize).bind()
+    for method, argument in (("wait_stream", "other"), ("wait_event", "event"), ("record_event", None)):
+        inspect.signature(getattr(torch_npu.npu.Stream, method)).bind("stream", *filter(None, [argument]))
     assert {"pool", "stream", "auto_dispatch_capture", "capture_error_mode"} <= set(inspect.signature(graphs.graph.__init__).parameters)
     assert list(inspect.signature(graphs.NPUGraph.update).parameters) == ["self", "cpu_update_input"]
     assert callable(graphs.graph_pool_handle)

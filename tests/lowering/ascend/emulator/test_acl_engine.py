@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ from support.emulated import WAIT_S, on_device, on_devices, opened
 from npucompile.graphs.errors import LoweringError
 from npucompile.graphs.types import Mesh
 from npucompile.lowering.ascend.acl_graph.file import AclFile
+from npucompile.lowering.ascend.acl_graph.program import AclProgram
 from npucompile.lowering.ascend.emulator import checks
+from npucompile.lowering.ascend.emulator.acl_engine import in_some_order
 from npucompile.lowering.ascend.emulator.device import EmulatedDevice
 
 POOL, ROWS, PAGES, STARTS = ((4, 128, 16), ag.BF16), ((2, 16), ag.BF16), ((2, 2), ag.I32), ((2,), ag.I32)
@@ -74,6 +77,23 @@ def test_steps_that_are_queued_before_the_last_one_ended_see_lengths_of_their_ow
         torch.testing.assert_close(memory, longer(host, step + 1), rtol=2e-2, atol=2e-2)
     assert (len({address for _, address in seen}) == 1) == captured
     assert operands[1].cpu().tolist() == [4, 4]
+
+
+@pytest.mark.parametrize("second_first", [False, True])
+def test_streams_are_as_early_or_as_late_as_events_let_them(second_first: bool) -> None:
+    def body(x: Any) -> tuple[Any, ...]:
+        rows, scale = torch.ops.npu.npu_dynamic_quant(x)
+        return (rows.to(ag.BF16).exp() + x.sin().cos(), scale)
+
+    made, _ = ag.of_body(body, inputs_x=((2, 32), ag.BF16))
+    names = ag.names(made)
+    beside = [i + made.operands for i, name in enumerate(names) if name in ("aten.sin.default", "aten.cos.default")]
+    made = replace(made, beside=((beside[0], beside[-1] + 1),))
+    (segment,) = AclProgram(made, lambda name: print, 0, {}, torch.device("cpu")).segments
+    order = [call.name.split(".")[1] for call in in_some_order(segment.calls, second_first=second_first)]
+    # What is unpacked is there with what it comes from.
+    first = ["npu_dynamic_quant", "getitem", "getitem", "_to_copy", "exp"]
+    assert order == [*(["sin", "cos", *first] if second_first else [*first, "sin", "cos"]), "add"]
 
 
 def test_operands_that_move_or_are_not_what_was_captured_are_refused(device: EmulatedDevice, tmp_path: Path) -> None:

@@ -20,13 +20,17 @@ from npucompile.graphs.types import Bucket, Mesh
 from npucompile.lowering import device as protocol
 from npucompile.lowering.ascend.acl_graph.file import AclFile
 from npucompile.lowering.ascend.acl_graph.make import acl_file
+from npucompile.lowering.ascend.acl_graph.place import with_second_stream
 from npucompile.lowering.ascend.emulator.device import EmulatedDevice, engine, open_device
 from npucompile.lowering.ascend.ge_file import GeFile, encode, messages
 from npucompile.lowering.ascend.link import link
 from npucompile.lowering.ascend.lowered import lower
 from npucompile.lowering.ascend.toolchain import harness
 from npucompile.lowering.ascend.toolchain.harness import Torchair
+from npucompile.lowering.platform import Platform
 from npucompile.models.variant import Variant
+
+A3 = Platform("ascend910_93", "9.1")
 
 
 @pytest.mark.parametrize("backend", ["ge", "aclgraph"])
@@ -45,7 +49,8 @@ def test_a_model_on_devices_is_the_model_of_the_interpreter(ta: Torchair, tmp_pa
             if backend == "ge":
                 files[bucket] = link(lowered.graph, lowered.signature, ta)
             else:
-                files[bucket] = acl_file(lowered.graph, lowered.signature, captured=bucket.kind == "decode")
+                made = acl_file(lowered.graph, lowered.signature, captured=bucket.kind == "decode")
+                files[bucket] = with_second_stream(made, where, A3)
         return files[bucket]
 
     def machine(file: GeFile | AclFile, mesh: Mesh) -> Machine:
