@@ -12,7 +12,7 @@ from ..graphs.errors import CheckpointError
 from .quant.quantization_config import COMPRESSED, FIELD, has_blocks, method_in
 from .quant.quantization_config import FP8 as METHOD
 from .quant.settings import BLOCK
-from .safetensors_files import DTYPES, Checkpoint, TensorEntry
+from .safetensors_files import DTYPES, CheckpointFiles, TensorEntry
 
 FP8 = "F8_E4M3"
 OF_BLOCKS, OF_MATRIX = "_scale_inv", "_scale"
@@ -68,7 +68,7 @@ def _wide(scales: torch.Tensor) -> torch.Tensor:
     return scales.to(torch.float64 if scales.dtype == torch.float64 else torch.float32)
 
 
-def with_block_scales(checkpoint: Checkpoint) -> Checkpoint:
+def with_block_scales(checkpoint: CheckpointFiles) -> CheckpointFiles:
     """The checkpoint with every FP8 matrix as one tensor of float32; its scales, and that of its activations, are no tensors then.
 
     Raises:
@@ -95,7 +95,7 @@ def _suffix(directory: Path, entry: TensorEntry) -> str:
     return OF_BLOCKS if method == METHOD and has_blocks(directory) else OF_MATRIX
 
 
-def _scaled(checkpoint: Checkpoint, entry: TensorEntry, name: str) -> BlockScaledEntry:
+def _scaled(checkpoint: CheckpointFiles, entry: TensorEntry, name: str) -> BlockScaledEntry:
     scales, lead = checkpoint.tensors.get(name), entry.shape[:-2]
     blocks: dict[str, tuple[int, int] | None] = {f"a scale for each block of {BLOCK} by {BLOCK}": (BLOCK, BLOCK)}
     if not name.endswith(OF_BLOCKS):

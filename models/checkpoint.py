@@ -20,11 +20,11 @@ from .decoder import EMBEDDING, HEAD
 from .params import Param, Picked, Source
 from .quant import unread_tensors
 from .quant.description import canonical
-from .safetensors_files import SINGLE, STORED_DTYPES, Checkpoint, TensorEntry, digest, open_checkpoint
+from .safetensors_files import SINGLE, STORED_DTYPES, CheckpointFiles, TensorEntry, digest, open_checkpoint
 from .slices import WHOLE, Region, Shard, block_ranges, boxes, narrowed, region_shape, remaining_slice, sliced_axes, source_region
 from .tied_head import same_values
 
-__all__ = ["Checkpoint", "ParamReader", "digest", "holds_any", "load", "open_checkpoint", "save"]
+__all__ = ["CheckpointFiles", "ParamReader", "digest", "holds_any", "load", "open_checkpoint", "save"]
 
 PER_EXPERT = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 """Fused matrices of experts -> the matrices of one expert that they consist of, one behind the other."""
@@ -109,7 +109,7 @@ class ParamReader:
             are needed, before any parameter is read.
     """
 
-    def __init__(self, checkpoint: Checkpoint, params: Tree) -> None:
+    def __init__(self, checkpoint: CheckpointFiles, params: Tree) -> None:
         self._table = _canonical(with_block_scales(checkpoint))
         self._recipes = [_recipe(param, self._table) for _, param in tree.flatten(params)]
         _check_calibrated(checkpoint, self._recipes)
@@ -167,13 +167,13 @@ class ParamReader:
         return [_assemble(region, pieces, self._table) for region, pieces in zip(regions, recipe.sources, strict=True)]
 
 
-def holds_any(checkpoint: Checkpoint, params: Tree) -> bool:
+def holds_any(checkpoint: CheckpointFiles, params: Tree) -> bool:
     """Whether a checkpoint has any tensor that a tree of Param is made from."""
     table = _canonical(checkpoint)
     return any(piece.name in table for _, param in tree.flatten(params) for piece in _recipe(param, table).pieces)
 
 
-def load(checkpoint: Checkpoint, params: Tree) -> Tree:
+def load(checkpoint: CheckpointFiles, params: Tree) -> Tree:
     """All tensors of a tree of Param, each in its Param's dtype; what is accepted and raised: `ParamReader`."""
     reader = ParamReader(checkpoint, params)
     tensors = dict(pair for group in reader.groups for pair in reader.read(group))
@@ -213,7 +213,7 @@ def save(params: Tree, tensors: Tree, directory: str | Path) -> Path:
     return file
 
 
-def _canonical(checkpoint: Checkpoint) -> dict[str, TensorEntry]:
+def _canonical(checkpoint: CheckpointFiles) -> dict[str, TensorEntry]:
     """Tensors on disk by the name that a Param's source uses."""
     table: dict[str, TensorEntry] = {}
     for name, entry in checkpoint.tensors.items():
@@ -257,7 +257,7 @@ def _pieces(
     )
 
 
-def _check_calibrated(checkpoint: Checkpoint, recipes: list[_Recipe]) -> None:
+def _check_calibrated(checkpoint: CheckpointFiles, recipes: list[_Recipe]) -> None:
     names = list(dict.fromkeys(recipe.param.source.names[0] for recipe in recipes if recipe.param.source.uncalibrated))
     if names:
         more = f", and {len(names) - 1} more" if len(names) > 1 else ""
@@ -268,7 +268,7 @@ def _check_calibrated(checkpoint: Checkpoint, recipes: list[_Recipe]) -> None:
         )
 
 
-def _check(checkpoint: Checkpoint, table: Mapping[str, TensorEntry], recipes: list[_Recipe]) -> None:
+def _check(checkpoint: CheckpointFiles, table: Mapping[str, TensorEntry], recipes: list[_Recipe]) -> None:
     pieces = [piece for recipe in recipes for piece in recipe.pieces]
     pairs = [(piece, table[piece.name]) for piece in pieces if piece.name in table]
     used = {piece.name for piece in pieces}
@@ -309,7 +309,7 @@ _OTHER_PARTS = ("mtp.", "model.visual.", "vision_tower.", "mm_projector.")
 """What the names of parts begin with that a text model may leave out whole: a draft head, and what reads pictures."""
 
 
-def _unread(checkpoint: Checkpoint, table: Mapping[str, TensorEntry], recipes: Iterable[_Recipe], used: Collection[str]) -> list[str]:
+def _unread(checkpoint: CheckpointFiles, table: Mapping[str, TensorEntry], recipes: Iterable[_Recipe], used: Collection[str]) -> list[str]:
     """Tensors that no parameter uses, and no part that is left out has: terms that the model would silently omit."""
     named: list[str] = []
     for source in (recipe.param.source for recipe in recipes if recipe.param.source.unread):

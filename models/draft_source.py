@@ -18,7 +18,7 @@ from .draft_model import PREFIX, DraftFamily, DraftSource, attach
 from .presets import DRAFT_PRESETS
 from .quant.description import DESCRIPTION, rotated_by
 from .registry import ModelSource
-from .safetensors_files import Checkpoint, open_checkpoint
+from .safetensors_files import CheckpointFiles, open_checkpoint
 from .step import Model
 
 _HERE = Path(__file__).parent
@@ -93,7 +93,7 @@ def recorded(model: Mapping[str, Any]) -> DraftSource | None:
     return DraftSource.of_fields(model["draft_model"]) if "draft_model" in model else None
 
 
-def open_both(directory: Path, draft: DraftSource | None) -> Checkpoint:
+def open_both(directory: Path, draft: DraftSource | None) -> CheckpointFiles:
     """The checkpoint of a model, with the tensors of its draft model under names that begin with PREFIX.
 
     Args:
@@ -118,7 +118,7 @@ def open_both(directory: Path, draft: DraftSource | None) -> Checkpoint:
         if (key := PREFIX + family.canonical(name)) in tensors:
             raise CheckpointError(f"{place}: {tensors[key].name} and {name} are both {family.canonical(name)}; expected one of them")
         tensors[key] = replace(entry, name=PREFIX + name)
-    return Checkpoint(directory, (*checkpoint.files, *second.files), tensors, {PREFIX: place})
+    return CheckpointFiles(directory, (*checkpoint.files, *second.files), tensors, {PREFIX: place})
 
 
 def _parts(directory: Path, values: Mapping[str, Any], family: DraftFamily[Any]) -> tuple[str, ...]:

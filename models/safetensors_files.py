@@ -118,7 +118,7 @@ class TensorEntry:
 
 
 @dataclass(frozen=True)
-class Checkpoint:
+class CheckpointFiles:
     """The contents of a checkpoint directory, known from file headers; no tensor is in memory.
 
     Attributes:
@@ -138,7 +138,7 @@ class Checkpoint:
         return sum(entry.nbytes for entry in self.tensors.values())
 
 
-def open_checkpoint(directory: str | Path) -> Checkpoint:
+def open_checkpoint(directory: str | Path) -> CheckpointFiles:
     """Reads the headers of the shards that an index lists, or of the one file of a checkpoint without one (`NAMES`).
 
     Raises:
@@ -149,7 +149,7 @@ def open_checkpoint(directory: str | Path) -> Checkpoint:
         raise CheckpointError(f"{directory}: not a directory; a checkpoint is a directory with {SINGLE}")
     index, single = _index_or_single(directory)
     if index is None:
-        return Checkpoint(directory, (single,), entries_of(single))
+        return CheckpointFiles(directory, (single,), entries_of(single))
     weight_map = _weight_map(index)
     listed = set(weight_map.values())
     if index.name == INDEX and SINGLE not in listed and (directory / SINGLE).is_file():
@@ -167,7 +167,7 @@ def open_checkpoint(directory: str | Path) -> Checkpoint:
     for name, file_name in weight_map.items():
         if name not in tensors:
             raise CheckpointError(f"{index}: says {name} is in {file_name}, which does not hold it")
-    return Checkpoint(directory, files, tensors)
+    return CheckpointFiles(directory, files, tensors)
 
 
 def has_weights(directory: Path) -> bool:
@@ -264,7 +264,7 @@ def _short(value: object) -> str:
     return text if len(text) <= 60 else text[:60] + "..."
 
 
-def digest(checkpoint: Checkpoint) -> str:
+def digest(checkpoint: CheckpointFiles) -> str:
     """Identity of weights and config.json, those of `others` included, equal for a copy: `content:` or `outline:` and 64 hex digits.
 
     `content:` hashes every byte. Above 2 GiB of tensors that would take longer than loading them, so `outline:` hashes each file's

@@ -87,7 +87,7 @@ class Model:
 
 
 @dataclass(frozen=True)
-class _Step:
+class _StepFunctions:
     """The forward functions of one bucket; the arguments are those of `program`."""
 
     model: Model
@@ -238,7 +238,7 @@ def program(
     if limits.picture_rows and model.family.tower is None:
         raise SpecError(f"{limits.picture_rows} rows of pictures, and {model.family.name} has no vision tower; legal is 0")
     model = replace(model, drafting=limits.drafts > 0)
-    step = _Step(model, bucket, limits, emit_logits, max_logprobs)
+    step = _StepFunctions(model, bucket, limits, emit_logits, max_logprobs)
     inputs = StepInputs(bucket, limits, logprobs=max_logprobs > 0).avals()
     forward = getattr(step, bucket.kind)
     return Program(f"{model.name}/{bucket.name}", bucket, forward, avals(model.params(dtype)), model.state(limits, dtype), inputs)
@@ -249,7 +249,7 @@ def sampling(model: Model, bucket: Bucket, limits: Limits, dtype: torch.dtype, *
 
     Those states are its input `hidden` [B*W, M], besides the bucket's own; it has no state.
     """
-    step, inputs = _Step(model, bucket, limits, False, max_logprobs), StepInputs(bucket, limits, logprobs=max_logprobs > 0).avals()
+    step, inputs = _StepFunctions(model, bucket, limits, False, max_logprobs), StepInputs(bucket, limits, logprobs=max_logprobs > 0).avals()
     width = bucket.q_len if kind_of(bucket).decodes else 1
     inputs["hidden"] = Aval((bucket.batch * width, model.config.hidden_size), dtype)
 

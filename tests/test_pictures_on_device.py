@@ -28,7 +28,7 @@ from npucompile.runtime.picture_spans import PictureInput
 from npucompile.runtime.request import Request, Sampling
 from npucompile.runtime.scheduler.kv_cache_manager import PrefixCacheSettings
 from npucompile.tools.notation import EncodeSize, PrefillSize
-from npucompile.tools.quantize.driver import Settings, quantize
+from npucompile.tools.quantize.driver import QuantizeSettings, quantize
 from npucompile.tools.ranks.offline import OfflineCompletion, complete
 
 NAME, TOKENS, MIXED = "width 72", 10, 4
@@ -82,7 +82,7 @@ def checkpoint(home: Path, scheme: str) -> Path:
     save_file(weights, floats / "model.safetensors", {"format": "pt"})
     described = {"model_type": "qwen3_5_moe", "architectures": ["Qwen3_5MoeForConditionalGeneration"], **towers.IDS}
     (floats / "config.json").write_text(json.dumps({**described, "text_config": text, "vision_config": fields}))
-    quantize(registry.find(floats), home / "quantised", Settings(scheme), tiny.QUIET)
+    quantize(registry.find(floats), home / "quantised", QuantizeSettings(scheme), tiny.QUIET)
     types = json.loads((home / "quantised" / DESCRIPTION).read_text())
     assert f"{scheme.upper()}_DYNAMIC" in types.values()
     return home / "quantised" if scheme == "w8a8" else towers.in_int8(home / "quantised", types)

@@ -15,7 +15,7 @@ from ...graphs.types import Tree
 from ..params import NUMBERS, Padded, Param, Parts, Picked, Placed, Source, SourceAxis, axis_name
 from . import leaves
 from .formats import FLOAT, INT4, W4A8_DYNAMIC, W4A16, W8A8, W8A8_DYNAMIC, Formats, sibling
-from .leaves import Matrix
+from .leaves import DeclaredMatrix
 from .parts import apart
 
 NORM = "norm"
@@ -95,7 +95,7 @@ def _stored(param: Param, storage: StoredFormats) -> Tree:
             raise SpecError(f"{', '.join(param.source.names)}: the format is {form}; it is no matrix of a product, legal is {FLOAT}")
         return param
     lead, row = ROLES[param.role]
-    matrix = Matrix(param.aval.shape, param.aval.axes, lead, row, storage.parts(axis_name(param.aval.axes[-1])) if row else 1)
+    matrix = DeclaredMatrix(param.aval.shape, param.aval.axes, lead, row, storage.parts(axis_name(param.aval.axes[-1])) if row else 1)
     if form == FLOAT:
         return {"weight": _turned(param, matrix)} if lead and storage.grouped else param
     if lead and form not in EXPERT_FORMATS:
@@ -132,7 +132,7 @@ def _check_heads(name: str, axis: Placed, width: int, by: int, how: str) -> None
         )
 
 
-def _turned(param: Param, matrix: Matrix) -> Param:
+def _turned(param: Param, matrix: DeclaredMatrix) -> Param:
     """Float matrices with the contraction before the channels, as grouped products read them."""
     source, turned = param.source, matrix.weight(param.aval.dtype)
     return Param(
@@ -152,7 +152,7 @@ Shape = tuple[int, ...]
 SourceAxes = tuple[SourceAxis, ...]
 
 
-def _floats(param: Param, matrix: Matrix, form: str, group: int) -> tuple[Source, Together]:
+def _floats(param: Param, matrix: DeclaredMatrix, form: str, group: int) -> tuple[Source, Together]:
     """Quantised when it is loaded, from the float tensors of a checkpoint."""
     join, contracted = param.source.join, axis_name(param.aval.axes[-1])
     # A scale needs the whole contraction, so that no rank may slice the sources along it.
@@ -194,7 +194,7 @@ def _fewer(name: str, axis: SourceAxis, size: int, by: int) -> SourceAxis:
     return Padded(axis.axis, axis.padded // by)
 
 
-def _integers(param: Param, matrix: Matrix, form: str, group: int) -> tuple[Source, Together]:
+def _integers(param: Param, matrix: DeclaredMatrix, form: str, group: int) -> tuple[Source, Together]:
     """Read from a checkpoint that holds integers, under the names that ModelSlim gives them (26.1.0)."""
     if form not in _COMPANIONS:
         raise SpecError(f"{param.source.names[0]}: the format is {form}; legal in a checkpoint are {', '.join(_COMPANIONS)}")

@@ -19,7 +19,7 @@ PLACEHOLDER_SCALE, PLACEHOLDER_OFFSET = 0.05, 3.0
 
 
 @dataclass(frozen=True)
-class Matrix:
+class DeclaredMatrix:
     """A matrix as models declare it: `[lead..., out..., K]`, contraction last.
 
     Attributes:
@@ -85,7 +85,7 @@ class Matrix:
         return self.contraction // group
 
 
-def avals(matrix: Matrix, form: str, group: int) -> dict[str, Aval]:
+def avals(matrix: DeclaredMatrix, form: str, group: int) -> dict[str, Aval]:
     """The tensors of a quantised matrix by name, in the order of the products' operands.
 
     Args:
@@ -147,7 +147,7 @@ AXES: Mapping[str, Callable[[Axes, int, bool, torch.Tensor], Axes]] = {
 """Name of a tensor of a weight -> its logical axes, from those of the float matrix `[lead..., out..., K]`."""
 
 
-def from_floats(matrix: Matrix, form: str, group: int, values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def from_floats(matrix: DeclaredMatrix, form: str, group: int, values: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Rounds a float matrix `[lead..., out..., K]`; the tensors are those of `avals`, of what is given of the matrix."""
     flat = _flat(matrix, values)
     if form in (W8A8_DYNAMIC, W8A8):
@@ -163,7 +163,7 @@ def from_floats(matrix: Matrix, form: str, group: int, values: torch.Tensor) -> 
     return _int4(matrix, form, integers, scale, values)
 
 
-def from_integers(matrix: Matrix, form: str, group: int, values: torch.Tensor, *others: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def from_integers(matrix: DeclaredMatrix, form: str, group: int, values: torch.Tensor, *others: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """The tensors of `avals` from a checkpoint's.
 
     Args:
@@ -197,7 +197,7 @@ def from_integers(matrix: Matrix, form: str, group: int, values: torch.Tensor, *
     return _int4(matrix, form, flat, scale, values)
 
 
-def _int4(matrix: Matrix, form: str, integers: torch.Tensor, scale: torch.Tensor, like: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def _int4(matrix: DeclaredMatrix, form: str, integers: torch.Tensor, scale: torch.Tensor, like: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Packed weight, scale and, where activations are int8, the correction; `integers` [lead..., K, N], `scale` [lead..., groups, N]."""
     channels = like.shape[matrix.lead : -1]
     weight = pack_w4(integers).unflatten(-1, (*channels[:-1], channels[-1] // 8))
@@ -213,12 +213,12 @@ def _int4(matrix: Matrix, form: str, integers: torch.Tensor, scale: torch.Tensor
     return weight, scale_bits(whole).unflatten(-1, channels), assist.unflatten(-1, channels)
 
 
-def _flat(matrix: Matrix, values: torch.Tensor) -> torch.Tensor:
+def _flat(matrix: DeclaredMatrix, values: torch.Tensor) -> torch.Tensor:
     """`[lead..., out..., K]` -> `[lead..., K, N]`, N all output channels."""
     return values.flatten(matrix.lead, -2).transpose(-1, -2)
 
 
-def _unflat(matrix: Matrix, flat: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+def _unflat(matrix: DeclaredMatrix, flat: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     channels: torch.Tensor = flat.contiguous().unflatten(-1, like.shape[matrix.lead : -1])
     return channels
 
@@ -228,17 +228,17 @@ def _channels(flat: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return flat.reshape(like.shape[:-1])
 
 
-def _share(matrix: Matrix, values: torch.Tensor) -> int:
+def _share(matrix: DeclaredMatrix, values: torch.Tensor) -> int:
     """Parts of the contraction in what is given of it."""
     return max(1, matrix.parts * values.shape[-1] // matrix.contraction) if matrix.row else 1
 
 
-def _parts(matrix: Matrix, channels: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+def _parts(matrix: DeclaredMatrix, channels: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     """A copy for each part of the contraction, where it is split."""
     return channels.expand(_share(matrix, values), *channels.shape) if matrix.row else channels
 
 
-def _static(matrix: Matrix, scale: torch.Tensor, bias: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _static(matrix: DeclaredMatrix, scale: torch.Tensor, bias: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Scale and bias of each part; the bias is of the whole contraction, and the first part has it."""
     if not matrix.row:
         return scale, bias

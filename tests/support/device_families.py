@@ -11,7 +11,7 @@ from support import eagle, oracle, tiny
 from npucompile.models import registry
 from npucompile.models.quant.description import DESCRIPTION
 from npucompile.tools.builder.planned import Plan
-from npucompile.tools.quantize.driver import Settings, quantize
+from npucompile.tools.quantize.driver import QuantizeSettings, quantize
 
 SIZES = {"buckets": (2,), "prefill": (64,), "max_model_len": 256, "max_num_seqs": 2}
 DRAFTS, TOP_K = 2, 16
@@ -100,7 +100,7 @@ def checkpoints(case: Case, home: Path) -> tuple[Path, dict[str, str]]:
     floats = tiny.write_checkpoint(home / "float", seed=12 if case.head else 11, agreeing=0 if case.head else case.agreeing, **case.values)
     if case.head:
         eagle.soften(floats)
-    quantize(registry.find(floats), home / "quantised", Settings(case.scheme), tiny.QUIET)
+    quantize(registry.find(floats), home / "quantised", QuantizeSettings(case.scheme), tiny.QUIET)
     described = (home / "quantised" / DESCRIPTION).read_text()
     assert {"w8a8": ': "W8A8_DYNAMIC"', "w4a8": ': "W4A8_DYNAMIC"'}[case.scheme] in described
     if not case.head:

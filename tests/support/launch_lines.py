@@ -7,7 +7,7 @@ import shlex
 from typing import Any
 from unittest import mock
 
-from npucompile.tools.advisor.launch_lines.imported import Finding, import_text
+from npucompile.tools.advisor.launch_lines.imported import LaunchFinding, import_text
 from npucompile.tools.builder import plan as planning
 from npucompile.tools.commands import serve
 
@@ -25,7 +25,7 @@ BASE = {
 """Lines of a known model on a whole node."""
 
 
-def finding(engine: str, flags: str, name: str | None = None) -> Finding:
+def finding(engine: str, flags: str, name: str | None = None) -> LaunchFinding:
     """What becomes of the first of the flags, or of the named one, behind a line of that engine."""
     wanted = name or flags.split()[0].partition("=")[0].partition(".")[0]
     with mock.patch.object(planning, "plan", PLANNED):

@@ -14,7 +14,7 @@ from npucompile.graphs import tree
 from npucompile.models import checkpoint, registry
 from npucompile.models.quant.formats import Formats
 from npucompile.tools.progress import Progress
-from npucompile.tools.quantize.driver import Settings, quantize
+from npucompile.tools.quantize.driver import QuantizeSettings, quantize
 from npucompile.tools.quantize.forward import in_formats
 
 DENSE: dict[str, Any] = {"model_type": "qwen3_5_text", "architectures": ["Qwen3_5ForCausalLM"], "num_experts": 0, "intermediate_size": 48}
@@ -33,7 +33,7 @@ def write(directory: Path, kind: str) -> registry.ModelSource:
 
 def quantised(source: registry.ModelSource, out: Path, scheme: str, **settings: Any) -> registry.ModelSource:
     """The checkpoint that `npucompile quantize` writes of it."""
-    quantize(source, out, Settings(scheme, **settings), Progress(quiet=True))
+    quantize(source, out, QuantizeSettings(scheme, **settings), Progress(quiet=True))
     return registry.find(out)
 
 

@@ -18,7 +18,7 @@ from ..builder import driver as building
 from ..builder import plan as planning
 from ..builder.settings.table import SETTINGS
 from ..progress import Progress
-from .report import Column, Table, Value
+from .report import Column, ReportTable, Value
 from .stats import spread
 
 KINDS = ("cold", "warm", "again")
@@ -75,7 +75,7 @@ def build(
     progress: Progress,
     launch: Launch | None = None,
     clock: Callable[[], float] = time.monotonic,
-) -> Table:
+) -> ReportTable:
     """Builds cold, warm and again, each in a fresh process, within a temporary directory.
 
     Args:
@@ -101,7 +101,7 @@ def build(
         f"rounds: {rounds}, each in a directory of its own, graphs compiled at a time: {jobs}; of a bucket: seconds in its compiler",
         "cold: neither compiled headers nor probes of the instruction set, but the compiler itself is in the page cache",
     )
-    return Table("build", "Build time", COLUMNS, tuple(table_rows(reports)), notes)
+    return ReportTable("build", "Build time", COLUMNS, tuple(table_rows(reports)), notes)
 
 
 def table_rows(by_kind: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[dict[str, Value]]:

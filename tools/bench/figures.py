@@ -21,8 +21,8 @@ from ..progress import Progress
 from . import build, step
 from . import load as bench_load
 from . import streams as bench_streams
-from .report import Table
-from .streams import Load
+from .report import ReportTable
+from .streams import StreamLoad
 
 T = TypeVar("T")
 
@@ -34,7 +34,7 @@ FIGURES = ("build", "load", "decode", "prefill", "streams", *OF_THE_LABORATORY)
 
 
 @dataclass(frozen=True)
-class Settings:
+class BenchSettings:
     """How much is measured.
 
     Attributes:
@@ -49,7 +49,7 @@ class Settings:
         llama_cpp: a checkout of llama.cpp, whose converter writes GGUF files.
     """
 
-    loads: tuple[Load, ...]
+    loads: tuple[StreamLoad, ...]
     repetitions: int
     rounds: int
     builds: int
@@ -61,8 +61,8 @@ class Settings:
 
 
 def measure(
-    home: Home, name: str | None, only: tuple[str, ...] | None, settings: Settings, progress: Progress, family: str | None = None
-) -> tuple[dict[str, str], Iterator[Table]]:
+    home: Home, name: str | None, only: tuple[str, ...] | None, settings: BenchSettings, progress: Progress, family: str | None = None
+) -> tuple[dict[str, str], Iterator[ReportTable]]:
     """A description of what is measured, and the tables, each yielded as soon as it is measured.
 
     Raises:
@@ -74,7 +74,7 @@ def measure(
     if lab is not None:
         lab.check(settings)
     subject: dict[str, str] = {}
-    sources: dict[str, Callable[[], list[Table]]] = {}
+    sources: dict[str, Callable[[], list[ReportTable]]] = {}
     if set(wanted) - {"build"}:
         artifact = _alone(lambda: find_or_build(home, name, progress, family))
         if {"load", "streams", *OF_THE_LABORATORY} & set(wanted):
@@ -103,7 +103,7 @@ def _alone(work: Callable[[], T]) -> T:
         return thread.submit(work).result()
 
 
-def figures(artifact: Artifact, home: Home, settings: Settings, progress: Progress) -> dict[str, Callable[[], list[Table]]]:
+def figures(artifact: Artifact, home: Home, settings: BenchSettings, progress: Progress) -> dict[str, Callable[[], list[ReportTable]]]:
     """The function that measures each figure of an artifact."""
     return {
         "load": lambda: [

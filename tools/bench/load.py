@@ -18,7 +18,7 @@ from ...runtime.cpu_executor import CpuExecutor
 from ...runtime.engine import Engine
 from ...runtime.request import Event, Request, TokenEvent
 from ..progress import Progress
-from .report import Column, Table, Value
+from .report import Column, ReportTable, Value
 from .stats import Clock, spread
 
 STAGES = {
@@ -108,7 +108,7 @@ def load(
     progress: Progress,
     launch: Launch | None = None,
     clock: Clock = time.monotonic,
-) -> Table:
+) -> ReportTable:
     """Times `rounds` fresh processes one after the other, after an uncounted one that fills the page cache.
 
     Args:
@@ -135,7 +135,7 @@ def load(
         f"medians (smallest..largest) of {rounds} fresh processes; the files are in the page cache; prompt of {prompt_tokens} tokens",
         "the import is shown apart: it is Python's and torch's, the same for every artifact",
     )
-    return Table("load", "Artifact load to first token", COLUMNS, tuple(rows), notes)
+    return ReportTable("load", "Artifact load to first token", COLUMNS, tuple(rows), notes)
 
 
 def _launch(arguments: Sequence[str], environment: Mapping[str, str]) -> str:

@@ -26,7 +26,7 @@ _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 
 
 @dataclass(frozen=True)
-class Machine:
+class MeasuredMachine:
     """Where and when figures were measured.
 
     Attributes:
@@ -49,9 +49,9 @@ class Machine:
     load: float
 
 
-def describe(cpuinfo: Path = CPUINFO, caches: Path = CACHES) -> Machine:
+def describe(cpuinfo: Path = CPUINFO, caches: Path = CACHES) -> MeasuredMachine:
     """This machine, now."""
-    return Machine(
+    return MeasuredMachine(
         cpu=cpu_model(cpuinfo.read_text(encoding="utf-8")) if cpuinfo.is_file() else platform.processor() or platform.machine(),
         cores=len(os.sched_getaffinity(0)),
         isa=isa.described(),
@@ -65,7 +65,7 @@ def describe(cpuinfo: Path = CPUINFO, caches: Path = CACHES) -> Machine:
     )
 
 
-def lines(machine: Machine) -> list[str]:
+def lines(machine: MeasuredMachine) -> list[str]:
     """The description as lines of text."""
     cache = f"{machine.cache_bytes / 2**20:.0f} MiB last-level cache" if machine.cache_bytes else "unknown cache"
     return [
@@ -92,7 +92,7 @@ def cache_bytes(caches: Path = CACHES) -> int:
 
 
 @dataclass(frozen=True)
-class Reader:
+class ReadLoop:
     """A loop over a buffer.
 
     Attributes:
@@ -106,7 +106,7 @@ class Reader:
     place: str
 
 
-def reader(working_set_bytes: int, cache: int, clock: Clock, *, memory_buffer_bytes: int = MEMORY_BUFFER_BYTES) -> Reader:
+def reader(working_set_bytes: int, cache: int, clock: Clock, *, memory_buffer_bytes: int = MEMORY_BUFFER_BYTES) -> ReadLoop:
     """A loop that reads as fast as a step with a working set of that size could.
 
     A working set that fits the last-level cache is read from there and may beat memory, so its buffer has the same size. All others get
@@ -122,4 +122,4 @@ def reader(working_set_bytes: int, cache: int, clock: Clock, *, memory_buffer_by
     rows, vector = flat.view(-1, 2**12), torch.ones(2**12)
     reads: list[Callable[[], object]] = [flat.sum, lambda: torch.dot(flat, flat), lambda: rows @ vector]
     best = min(reads, key=lambda read: seconds_per_call(read, clock, calls=3))
-    return Reader(best, nbytes, "cache" if cached else "memory")
+    return ReadLoop(best, nbytes, "cache" if cached else "memory")

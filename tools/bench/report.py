@@ -27,7 +27,7 @@ class Column:
 
 
 @dataclass(frozen=True)
-class Table:
+class ReportTable:
     """One figure.
 
     Attributes:
@@ -54,7 +54,7 @@ def cell(value: Value, digits: int) -> str:
     return f"{value:,.{digits}f}" if isinstance(value, float) else str(value)
 
 
-def as_text(table: Table) -> str:
+def as_text(table: ReportTable) -> str:
     """Aligned columns, the first to the left and the others to the right."""
     grid = _grid(table)
     widths = [max(len(line[i]) for line in grid) for i in range(len(table.columns))]
@@ -65,7 +65,7 @@ def as_text(table: Table) -> str:
     return "\n".join([table.title, "", *lines, "", *(f"  {note}" for note in table.notes)]).rstrip() + "\n"
 
 
-def as_markdown(table: Table) -> str:
+def as_markdown(table: ReportTable) -> str:
     """A Markdown table, with the notes as a list below it."""
     grid = _grid(table)
     rule = ["---" if i == 0 else "---:" for i in range(len(table.columns))]
@@ -74,7 +74,7 @@ def as_markdown(table: Table) -> str:
     return "\n".join([f"**{table.title}**", "", *lines, *notes]) + "\n"
 
 
-def as_data(table: Table) -> dict[str, Any]:
+def as_data(table: ReportTable) -> dict[str, Any]:
     """Plain data for JSON; a spread is an object."""
     rows = [{column.key: _plain(row.get(column.key)) for column in table.columns} for row in table.rows]
     return {"figure": table.figure, "title": table.title, "rows": rows, "notes": list(table.notes)}
@@ -84,6 +84,6 @@ def _plain(value: Value) -> Any:
     return asdict(value) if isinstance(value, Spread) else value
 
 
-def _grid(table: Table) -> Sequence[Sequence[str]]:
+def _grid(table: ReportTable) -> Sequence[Sequence[str]]:
     heading = [column.heading for column in table.columns]
     return [heading, *([cell(row.get(column.key), column.digits) for column in table.columns] for row in table.rows)]

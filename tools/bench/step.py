@@ -24,8 +24,8 @@ from ...lowering.executable import Executable, check_operands
 from ...runtime.steps.pack import pack
 from ...runtime.steps.rows import DecodeRow, PrefillRow
 from ..progress import Progress
-from .machine import MEMORY_BUFFER_BYTES, Reader, cache_bytes, reader
-from .report import Column, Table, Value
+from .machine import MEMORY_BUFFER_BYTES, ReadLoop, cache_bytes, reader
+from .report import Column, ReportTable, Value
 from .stats import Clock, interleave, ratio, seconds_per_call, spread
 
 STEPS = 5
@@ -60,7 +60,7 @@ PREFILL_COLUMNS = (
 
 
 @dataclass(frozen=True)
-class Case:
+class StepCase:
     """One bucket at one context length, ready to run.
 
     Attributes:
@@ -91,7 +91,7 @@ class Case:
 
 def prepared(
     artifact: Artifact, params: Sequence[torch.Tensor], entry: GraphEntry, contexts: Sequence[int], state: Sequence[torch.Tensor]
-) -> list[Case]:
+) -> list[StepCase]:
     """The cases of a bucket at several contexts, which share its executables and the pools of `state` but for their request slots.
 
     Raises:
@@ -107,7 +107,7 @@ def prepared(
         operands, rows = step_operands(manifest, params, entry, context, state)
         check_operands(operands, manifest.signature(entry))
         slots = (operands[at], operands[at].clone())
-        cases.append(Case(entry, context, rows, executables, operands, needed_bytes(manifest, entry, context), slots))
+        cases.append(StepCase(entry, context, rows, executables, operands, needed_bytes(manifest, entry, context), slots))
     return cases
 
 
@@ -184,7 +184,7 @@ def decode(
     clock: Clock = time.perf_counter,
     cache: int | None = None,
     memory_buffer_bytes: int = MEMORY_BUFFER_BYTES,
-) -> list[Table]:
+) -> list[ReportTable]:
     """Step times of all decode buckets, and the read bandwidths behind their floors.
 
     Args:
@@ -223,12 +223,12 @@ def decode(
     ]
     bandwidth_notes = ("in the rounds of the table above, whose floors use what was read in the same round",)
     return [
-        Table("decode", "Decode step time", DECODE_COLUMNS, tuple(rows), notes),
-        Table("decode", "Read bandwidth", BANDWIDTH_COLUMNS, tuple(bandwidth), bandwidth_notes),
+        ReportTable("decode", "Decode step time", DECODE_COLUMNS, tuple(rows), notes),
+        ReportTable("decode", "Read bandwidth", BANDWIDTH_COLUMNS, tuple(bandwidth), bandwidth_notes),
     ]
 
 
-def decode_row(case: Case, beside: Reader, seconds: Mapping[str, Sequence[float]]) -> dict[str, Value]:
+def decode_row(case: StepCase, beside: ReadLoop, seconds: Mapping[str, Sequence[float]]) -> dict[str, Value]:
     """The table row of one case; floor and ratios are taken within a round.
 
     Args:
@@ -249,7 +249,7 @@ def decode_row(case: Case, beside: Reader, seconds: Mapping[str, Sequence[float]
     }
 
 
-def prefill(artifact: Artifact, repetitions: int, progress: Progress, clock: Clock = time.perf_counter) -> Table:
+def prefill(artifact: Artifact, repetitions: int, progress: Progress, clock: Clock = time.perf_counter) -> ReportTable:
     """Tokens per second of all prefill buckets, on the first chunk of a prompt."""
     params, state = _params(artifact), random_state(artifact.manifest)
     cases = [case for entry in _of_kind(artifact, PREFILL) for case in prepared(artifact, params, entry, (0,), state)]
@@ -262,7 +262,7 @@ def prefill(artifact: Artifact, repetitions: int, progress: Progress, clock: Clo
     notes = (
         f"full chunks from position 0; medians (smallest..largest) of {repetitions} repetitions, all buckets, eager and compiled, in turns",
     )
-    return Table("prefill", "Prefill throughput", PREFILL_COLUMNS, tuple(rows), notes)
+    return ReportTable("prefill", "Prefill throughput", PREFILL_COLUMNS, tuple(rows), notes)
 
 
 def in_turns(
@@ -281,7 +281,7 @@ def in_turns(
     return [{name: seconds[i, name] for name in calls} for i, calls in enumerate(groups)]
 
 
-def warm(cases: Sequence[Case]) -> None:
+def warm(cases: Sequence[StepCase]) -> None:
     """Packs the weights of compiled executables, and waits until that has no effect on others any more."""
     compiled = [case.calls()["compiled"] for case in cases if "compiled" in case.executables]
     for call in compiled:

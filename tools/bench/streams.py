@@ -25,9 +25,9 @@ from ...server.run import serving
 from ..progress import Progress
 from ..serve import serving as services
 from . import acceptance
-from .report import Column, Table, Value
+from .report import Column, ReportTable, Value
 from .serve.apart import ApartClient
-from .serve.outcome import Arrival, Outcome
+from .serve.outcome import Arrival, StreamOutcome
 from .stats import Clock, interleave, ratio, spread
 
 COLUMNS = (
@@ -49,7 +49,7 @@ MIXTURE = (1.0, 0.25, 2.0, 8.0)
 
 
 @dataclass(frozen=True)
-class Load:
+class StreamLoad:
     """Greedy requests that start together and run to their full length.
 
     Attributes:
@@ -98,7 +98,7 @@ class Run:
         records: execution record of each stream; empty through the websocket.
     """
 
-    outcomes: tuple[Outcome, ...]
+    outcomes: tuple[StreamOutcome, ...]
     steps: tuple[tuple[float, float], ...] = ()
     records: tuple[ExecutionRecord, ...] = ()
 
@@ -125,7 +125,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Call:
+class TimedCall:
     """One run of an executable.
 
     Attributes:
@@ -146,7 +146,7 @@ class TimedExecutor(CpuExecutor):
     """
 
     def __init__(self, artifact: Artifact, *, clock: Clock = time.perf_counter) -> None:
-        self.calls: list[Call] = []
+        self.calls: list[TimedCall] = []
         self._clock = clock
         super().__init__(artifact)
 
@@ -157,7 +157,7 @@ class TimedExecutor(CpuExecutor):
 class _Timed:
     """An executable whose calls are timed."""
 
-    def __init__(self, inner: HostExecutable, kind: str, calls: list[Call], clock: Clock) -> None:
+    def __init__(self, inner: HostExecutable, kind: str, calls: list[TimedCall], clock: Clock) -> None:
         self._inner, self._kind, self._calls, self._clock = inner, kind, calls, clock
         self.backend = inner.backend
 
@@ -169,11 +169,11 @@ class _Timed:
         """Runs one step."""
         began = self._clock()
         results = self._inner(operands)
-        self._calls.append(Call(self._kind, began, self._clock() - began))
+        self._calls.append(TimedCall(self._kind, began, self._clock() - began))
         return results
 
 
-def through_stepped(engine: Engine, calls: Sequence[Call], load: Load, clock: Clock = time.perf_counter) -> Run:
+def through_stepped(engine: Engine, calls: Sequence[TimedCall], load: StreamLoad, clock: Clock = time.perf_counter) -> Run:
     """Serves a load with an engine that has no thread, stepped by this one.
 
     Raises:
@@ -187,7 +187,7 @@ def through_stepped(engine: Engine, calls: Sequence[Call], load: Load, clock: Cl
     return _serve(engine, calls, load, clock, finish)
 
 
-def through_running(engine: Engine, calls: Sequence[Call], load: Load) -> Run:
+def through_running(engine: Engine, calls: Sequence[TimedCall], load: StreamLoad) -> Run:
     """Serves a load with an engine that steps in a thread of its own and has nothing else to do.
 
     Args:
@@ -206,7 +206,7 @@ def through_running(engine: Engine, calls: Sequence[Call], load: Load) -> Run:
     return _serve(engine, calls, load, time.perf_counter, finish)
 
 
-def _serve(engine: Engine, calls: Sequence[Call], load: Load, clock: Clock, finish: Callable[[Sequence[_Sink]], None]) -> Run:
+def _serve(engine: Engine, calls: Sequence[TimedCall], load: StreamLoad, clock: Clock, finish: Callable[[Sequence[_Sink]], None]) -> Run:
     """Submits a load and returns what arrived once `finish` returns."""
     before, began = len(calls), clock()
     sinks = [_Sink(lambda: clock() - began) for _ in range(load.streams)]
@@ -239,14 +239,14 @@ class _Sink:
             self._ended_s, self.end = self._clock(), event
             self.ended.set()
 
-    def outcome(self, index: int, prompt_tokens: int) -> Outcome:
+    def outcome(self, index: int, prompt_tokens: int) -> StreamOutcome:
         if self.end is None or self.end.reason != "length":
             raise NpucompileError(f"a stream ended with {self.end!r}; a benchmark's end with reason length")
         arrivals, token_ids = tuple(self._arrivals), tuple(self._tokens)
-        return Outcome(index, self.sent_s, self.sent_s, self._ended_s, prompt_tokens, arrivals, token_ids=token_ids)
+        return StreamOutcome(index, self.sent_s, self.sent_s, self._ended_s, prompt_tokens, arrivals, token_ids=token_ids)
 
 
-def through_websocket(client: ApartClient, load: Load, vocab: int) -> Run:
+def through_websocket(client: ApartClient, load: StreamLoad, vocab: int) -> Run:
     """Serves a load through a server.
 
     Raises:
@@ -255,7 +255,7 @@ def through_websocket(client: ApartClient, load: Load, vocab: int) -> Run:
     return Run(client.serve(load.prompts(vocab), load.tokens))
 
 
-def row(load: Load, path: str, runs: Sequence[Run]) -> dict[str, Value]:
+def row(load: StreamLoad, path: str, runs: Sequence[Run]) -> dict[str, Value]:
     """The table row of one load on one path."""
     cells: dict[str, Value] = {
         "streams": load.streams,
@@ -274,14 +274,14 @@ def row(load: Load, path: str, runs: Sequence[Run]) -> dict[str, Value]:
     return cells
 
 
-def rows_of(load: Load, engine: Sequence[Run], websocket: Sequence[Run]) -> list[dict[str, Value]]:
+def rows_of(load: StreamLoad, engine: Sequence[Run], websocket: Sequence[Run]) -> list[dict[str, Value]]:
     """The rows of both paths; the websocket's rate also as a share of the engine's, within rounds."""
     rows = [row(load, "engine", engine), row(load, "websocket", websocket)]
     rows[1]["of_engine"] = ratio(*([run.tokens_per_s for run in runs] for runs in (websocket, engine)))
     return rows
 
 
-def streams(artifact: Artifact, loads: Sequence[Load], rounds: int, progress: Progress) -> Table:
+def streams(artifact: Artifact, loads: Sequence[StreamLoad], rounds: int, progress: Progress) -> ReportTable:
     """Tokens per second of each load, through the engine and through the server, in turns.
 
     Both use the server's engine: a second one would keep a second pool of OpenMP workers, and with more workers than cores both would be
@@ -305,7 +305,7 @@ def streams(artifact: Artifact, loads: Sequence[Load], rounds: int, progress: Pr
     settle()
     try:
         with progress.bar("streams", rounds + 1) as bar, serving(running.service) as url, ApartClient(url) as client:
-            serve: dict[tuple[Load, str], Callable[[], Run]] = {}
+            serve: dict[tuple[StreamLoad, str], Callable[[], Run]] = {}
             for load in loads:
                 serve[load, "engine"] = partial(through_running, running.engine, calls, load)
                 serve[load, "websocket"] = partial(through_websocket, client, load, executors[0].vocab_size)
@@ -322,4 +322,4 @@ def streams(artifact: Artifact, loads: Sequence[Load], rounds: int, progress: Pr
         "host: what surrounds the executable in a decode step: scheduling, packing inputs, book-keeping, events",
         "tokens a step: that verifies drafts, of each request in it: the drafts it accepts and the token after them",
     )
-    return Table("streams", "Throughput through the whole engine", COLUMNS, tuple(rows), notes)
+    return ReportTable("streams", "Throughput through the whole engine", COLUMNS, tuple(rows), notes)

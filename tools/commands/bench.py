@@ -11,9 +11,9 @@ import torch
 
 from ...graphs.errors import SpecError
 from ..bench import machine as bench_machine
-from ..bench.figures import FIGURES, SLOW, Settings, measure
+from ..bench.figures import FIGURES, SLOW, BenchSettings, measure
 from ..bench.report import as_data, as_markdown, as_text
-from ..bench.streams import Load
+from ..bench.streams import StreamLoad
 from ..cli import Home
 from ..progress import Progress
 from .family_option import family_option
@@ -109,8 +109,8 @@ def command(
     wanted = figure_names(only) if only is not None else ("peers",) if peer_names else None
     if (peer_names or peer_python or llama_cpp) and (wanted is None or "peers" not in wanted):
         raise SpecError("--peer, --peer-python and --llama-cpp are for peers; name it in --only, or leave them out")
-    loads = tuple(Load(n, prompt_tokens, tokens) for n in counts(streams))
-    settings = Settings(loads, repetitions, rounds, builds, jobs, prompts, peer_names, peer_python, llama_cpp)
+    loads = tuple(StreamLoad(n, prompt_tokens, tokens) for n in counts(streams))
+    settings = BenchSettings(loads, repetitions, rounds, builds, jobs, prompts, peer_names, peer_python, llama_cpp)
     progress = Progress()
     machine = bench_machine.describe()
     if machine.load > BUSY:

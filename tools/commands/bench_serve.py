@@ -68,7 +68,7 @@ def command(home: Home, /, **given: Any) -> None:
               npucompile bench serve --dataset prompts --dataset-path prompts.txt --request-rate 4
     """
     gone = {name: given.pop(name.replace("-", "_")) for name in elsewhere.OPTIONS}
-    options = session.Options(**given)
+    options = session.SessionOptions(**given)
     asked = [name for name, value in gone.items() if value is not None]
     elsewhere.refuse_what_others_do(options.backend, options.dataset, asked, options.url)
     objectives = read_objectives(options.goodput) if options.goodput else None

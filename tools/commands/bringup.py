@@ -127,7 +127,7 @@ def command(
 
 def _bisected(bringup: Bringup, bucket: str, directory: Path, *, as_json: bool) -> bool:
     """Says trial after trial what it came to; returns whether nothing failed. What was tried is in the report when it is interrupted."""
-    trials: list[bisect.Trial] = []
+    trials: list[bisect.BisectTrial] = []
     for trial in bisect.bisect(bringup, bucket):
         trials.append(trial)
         said = bisect.advice(bringup.artifact, bucket, trials)

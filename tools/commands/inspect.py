@@ -96,13 +96,13 @@ def command(
     entries = [summary.find(manifest, bucket)] if bucket is not None else list(manifest.graphs)
     if stage and bucket is None:
         raise SpecError(f"--stage prints one graph; name it with --bucket, one of {', '.join(e.bucket.name for e in manifest.graphs)}")
-    of_buckets: dict[str, Callable[[GraphEntry], views.View]] = {
+    of_buckets: dict[str, Callable[[GraphEntry], views.InspectView]] = {
         "--stage": lambda entry: summary.stage(opened, entry, str(stage)),
         "--collectives": lambda entry: views.collectives(opened, entry),
         "--census": lambda entry: views.census(opened, entry),
         "--cost": lambda entry: cost.view(opened, entry, context),
     }
-    of_all: dict[str, Callable[[], views.View]] = {
+    of_all: dict[str, Callable[[], views.InspectView]] = {
         "--assumptions": lambda: legality.assumed(opened, entries),
         "--memory": lambda: views.memory(manifest),
         "--environment": lambda: views.environment(manifest),
@@ -121,7 +121,7 @@ def command(
         html.write_text(flame.page(f"Time of a step: {opened.path.name}", pictures, timelines), encoding="utf-8")
 
 
-def show(shown: Sequence[views.View], as_json: bool, *, one: bool) -> None:
+def show(shown: Sequence[views.InspectView], as_json: bool, *, one: bool) -> None:
     """Prints views one after the other; as JSON a list of them, or the only one."""
     if as_json:
         data = [view.data for view in shown]

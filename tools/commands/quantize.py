@@ -13,7 +13,7 @@ from ...models.quant.recipes import SCHEMES
 from ..cli import Home
 from ..hub import checkpoint_of
 from ..progress import Progress
-from ..quantize.driver import Settings, quantize
+from ..quantize.driver import QuantizeSettings, quantize
 from ..quantize.plot import check_plot, plot
 from ..quantize.report import summary, table
 from .family_option import family_option
@@ -68,7 +68,7 @@ def command(
     progress = Progress()
     checkpoint = checkpoint_of(checkpoint, home.environment, progress)
     source = registry.find(checkpoint, FamilyFile.read(family) if family else None)
-    errors = quantize(source, out, Settings(scheme, keep, static, calibrate, group, float_draft), progress)
+    errors = quantize(source, out, QuantizeSettings(scheme, keep, static, calibrate, group, float_draft), progress)
     if picture:
         plot(errors, f"{source.name} in {scheme}", picture)
     if as_json:

@@ -71,7 +71,7 @@ def bucket_facts(artifact: Artifact, entry: GraphEntry) -> dict[str, Any]:
     return {"operators": sum(entry.census.values()), "launches": cost.launches, "cost": dict(entry.cost) | shown}
 
 
-def view(artifact: Artifact, entry: GraphEntry, context: int | None) -> views.View:
+def view(artifact: Artifact, entry: GraphEntry, context: int | None) -> views.InspectView:
     """The estimate as a table by kind of layer and cause, and the operators that take longest.
 
     Raises:
@@ -79,7 +79,7 @@ def view(artifact: Artifact, entry: GraphEntry, context: int | None) -> views.Vi
     """
     cost = step_cost(artifact, entry, context)
     data = {"bucket": entry.bucket.name, "operators": sum(entry.census.values())} | cost.as_dict() | {"parameters": sources(cost.chip)}
-    return views.View(data, tuple(lines(entry.bucket.name, cost)))
+    return views.InspectView(data, tuple(lines(entry.bucket.name, cost)))
 
 
 def lines(bucket: str, cost: StepCost) -> list[str]:

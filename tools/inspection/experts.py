@@ -16,7 +16,7 @@ from ..builder.expert_map import COUNT, MAP, ExpertMap, rows_of
 from ..builder.expert_planner import imbalance, planned
 from ..builder.targets import target
 from .cost import step_cost
-from .views import View
+from .views import InspectView
 
 
 @dataclass(frozen=True)
@@ -81,10 +81,10 @@ def as_map(artifact: Artifact, layers: tuple[Layer, ...]) -> dict[str, Any]:
     return {MAP: [list(next(rows) if one else default) for one in has] + [list(row) for row in rows]}
 
 
-def view(found: list[ExpertPlan]) -> View:
+def view(found: list[ExpertPlan]) -> InspectView:
     """A table of the plans."""
     buckets = list(found[0].step_ms)
     data = [{"name": plan.name, "imbalance": plan.imbalance, "step_ms": dict(plan.step_ms)} for plan in found]
     head = f"{'':<22} {'max/mean':>9}" + "".join(f" {name + ' ms':>24}" for name in buckets)
     lines = [f"{plan.name:<22} {plan.imbalance:>9.3f}" + "".join(f" {plan.step_ms[name]:>24.2f}" for name in buckets) for plan in found]
-    return View(data, (head, *lines))
+    return InspectView(data, (head, *lines))

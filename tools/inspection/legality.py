@@ -31,7 +31,7 @@ def _checked(artifact: Artifact, entry: GraphEntry) -> Checked | None:
     return check.examine(graph, platform) if graph else None
 
 
-def assumed(artifact: Artifact, entries: Sequence[GraphEntry]) -> views.View:
+def assumed(artifact: Artifact, entries: Sequence[GraphEntry]) -> views.InspectView:
     """Rows of the legality table without a source for the artifact's release of CANN, and how many operators rely on each.
 
     Raises:
@@ -44,4 +44,4 @@ def assumed(artifact: Artifact, entries: Sequence[GraphEntry]) -> views.View:
     rows = assumptions(checked, platform)
     head = f"{len(rows)} assumptions on CANN {platform.cann} and {platform.chip} that no public source covers"
     lines = [f"{row.operators:>8}  {row.operator} ({row.what}): {row.assumed}" for row in rows]
-    return views.View([asdict(row) for row in rows], (head, *lines))
+    return views.InspectView([asdict(row) for row in rows], (head, *lines))

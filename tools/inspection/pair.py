@@ -7,10 +7,10 @@ from collections import Counter
 from ...graphs.errors import SpecError
 from ...lowering.artifact.artifact import Artifact
 from ...runtime.kv_transfer.layout import PAGES, SLOTS, LayoutError, check, instance_of
-from .views import View
+from .views import InspectView
 
 
-def pair(prefill: Artifact, decode: Artifact, tokens: int | None = None) -> tuple[View, str]:
+def pair(prefill: Artifact, decode: Artifact, tokens: int | None = None) -> tuple[InspectView, str]:
     """What a prompt carries from one to the other, and why they are no pair; "" where they are.
 
     Args:
@@ -53,4 +53,4 @@ def pair(prefill: Artifact, decode: Artifact, tokens: int | None = None) -> tupl
     for each in pools:
         held = "a part on each rank of a group" if each["split"] else "whole on each rank of a group"
         lines.append(f"  {each['pool']} x {each['layers']}: {each['dtype']}{each['shape']} by {each['items']}, {held}")
-    return View(data, tuple(lines)), refused
+    return InspectView(data, tuple(lines)), refused

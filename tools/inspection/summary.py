@@ -29,7 +29,7 @@ def find(manifest: Manifest, name: str) -> GraphEntry:
     raise SpecError(f"no bucket {name!r}; the artifact has {', '.join(e.bucket.name for e in manifest.graphs)}")
 
 
-def stage(artifact: Artifact, entry: GraphEntry, name: str) -> views.View:
+def stage(artifact: Artifact, entry: GraphEntry, name: str) -> views.InspectView:
     """A bucket's graph at one stage, as it was stored.
 
     Raises:
@@ -41,7 +41,7 @@ def stage(artifact: Artifact, entry: GraphEntry, name: str) -> views.View:
     if name not in texts:
         stages = [other for other in SHOWN if other in texts or (entry.compiled and entry.compiled.backend == other)]
         raise SpecError(f"{entry.bucket.name} has no stage {name!r} on mesh {artifact.manifest.mesh}; it has {', '.join(stages)}")
-    return views.View({"bucket": entry.bucket.name, "stage": name, "text": texts[name]}, tuple(texts[name].splitlines()))
+    return views.InspectView({"bucket": entry.bucket.name, "stage": name, "text": texts[name]}, tuple(texts[name].splitlines()))
 
 
 def runs_on(manifest: Manifest, entry: GraphEntry) -> str:

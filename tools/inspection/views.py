@@ -29,7 +29,7 @@ GE, ACL = "ge", "aclgraph"
 
 
 @dataclass(frozen=True)
-class View:
+class InspectView:
     """One view.
 
     Attributes:
@@ -46,7 +46,7 @@ def is_named(entry: GraphEntry, name: str) -> bool:
     return name == entry.bucket.name or (STEP_KINDS[entry.bucket.kind].decodes and name == str(entry.bucket.batch))
 
 
-def ge_graph(artifact: Artifact, entry: GraphEntry) -> View:
+def ge_graph(artifact: Artifact, entry: GraphEntry) -> InspectView:
     """The graph that an NPU compiles or captures, an operator per line.
 
     Raises:
@@ -58,10 +58,10 @@ def ge_graph(artifact: Artifact, entry: GraphEntry) -> View:
         raise SpecError(f"{entry.bucket.name} is {state}; --stage {GE} shows graphs built for NPUs (npucompile build --target ascend-a3)")
     encoding = encoding_of(graph)
     text, fields = encoding.text(graph), {name: getattr(graph, name) for name in encoding.fields}
-    return View({"bucket": entry.bucket.name, "stage": encoding.backend, "text": text, **fields}, tuple(text.splitlines()))
+    return InspectView({"bucket": entry.bucket.name, "stage": encoding.backend, "text": text, **fields}, tuple(text.splitlines()))
 
 
-def collectives(artifact: Artifact, entry: GraphEntry) -> View:
+def collectives(artifact: Artifact, entry: GraphEntry) -> InspectView:
     """The collectives of a bucket, repetitions folded; checked again for all ranks, and against the shipped graph if there is one.
 
     Raises:
@@ -84,10 +84,10 @@ def collectives(artifact: Artifact, entry: GraphEntry) -> View:
         "proofs": proofs,
         "ranks": [{"rank": rank, "collectives": talks} for rank, talks in enumerate(per_rank)],
     }
-    return View(data, tuple(_collective_lines(entry, artifact.manifest.mesh, parts, moved, proofs)))
+    return InspectView(data, tuple(_collective_lines(entry, artifact.manifest.mesh, parts, moved, proofs)))
 
 
-def census(artifact: Artifact, entry: GraphEntry) -> View:
+def census(artifact: Artifact, entry: GraphEntry) -> InspectView:
     """Operator counts of a bucket's graph for NPUs, in total and by body; its cost; and its roofline estimate."""
     graph, manifest = shipped_graph(artifact, entry), artifact.manifest
     bodies = {} if graph is None else encoding_of(graph).bodies(graph)
@@ -118,10 +118,10 @@ def census(artifact: Artifact, entry: GraphEntry) -> View:
         f"cost of a step on one rank: {cost['flops'] / 1e9:,.1f} GFLOP, {cost['read_bytes'] / 1e9:,.2f} GB read, "
         f"{cost['write_bytes'] / 1e9:,.2f} GB written, {moved / 1e6:,.2f} MB received in {len(entry.collectives)} collectives"
     )
-    return View(data, (*lines, *_roofline_lines(roof)))
+    return InspectView(data, (*lines, *_roofline_lines(roof)))
 
 
-def memory(manifest: Manifest) -> View:
+def memory(manifest: Manifest) -> InspectView:
     """The memory plan of one rank.
 
     Raises:
@@ -137,10 +137,10 @@ def memory(manifest: Manifest) -> View:
     stored = sum(rules.local_aval(leaf.aval, mesh).nbytes for leaf in manifest.params)
     read = f"to load its weights a rank reads {stored / GIB:.2f} GiB where they are stored, {bound / GIB:.2f} GiB of a bfloat16 checkpoint"
     data = dict(manifest.memory) | {"stored_read_bytes": stored, "checkpoint_read_bytes": bound}
-    return View(data, (*MemoryPlan.from_dict(manifest.memory).as_table().splitlines(), read))
+    return InspectView(data, (*MemoryPlan.from_dict(manifest.memory).as_table().splitlines(), read))
 
 
-def environment(manifest: Manifest) -> View:
+def environment(manifest: Manifest) -> InspectView:
     """The variables that every rank runs with, and the sizes of its communicators' buffers.
 
     Raises:
@@ -155,7 +155,7 @@ def environment(manifest: Manifest) -> View:
     if buffers:
         lines += ["", f"MiB of one buffer of each communicator: {', '.join(buffers)}"]
     values = {name: {"value": setting.value, "why": setting.why} for name, setting in variables}
-    return View({"environment": values, "communicator_bytes": dict(manifest.communicator_bytes)}, tuple(lines))
+    return InspectView({"environment": values, "communicator_bytes": dict(manifest.communicator_bytes)}, tuple(lines))
 
 
 def folded(items: Sequence[Collective]) -> list[tuple[int, list[Collective]]]:

@@ -11,15 +11,15 @@ import numpy as np
 
 from ..advisor.plan.decode import decode_parts
 from ..advisor.plan.measurements import Measured, loads, measured
-from ..advisor.plan.parameters import NAMES, Parameters, priors
+from ..advisor.plan.parameters import NAMES, PlanParameters, priors
 from ..advisor.plan.predict import Prediction, predict, uncalibrated
 from ..advisor.plan.published import case_of
-from ..advisor.plan.system import Case
+from ..advisor.plan.system import LoadCase
 from ..builder.deployments import deployment
 from .fit import Fit, fit
 from .timed import TimedStep
 
-IDEAL = Parameters(1, 1, 1, 1, 1600 / 24, 1, 1e-9, 1e-9, 1e-9, 1, 1e-9, 1e-9, 1e-9, 1, 1, 1e-9, 1, 1, 1)
+IDEAL = PlanParameters(1, 1, 1, 1, 1600 / 24, 1, 1e-9, 1e-9, 1e-9, 1, 1e-9, 1e-9, 1e-9, 1, 1, 1e-9, 1, 1, 1)
 """Everything at its nameplate speed, nothing fixed: the roofline."""
 
 
@@ -65,11 +65,11 @@ def summary_of(prediction: Prediction) -> dict[str, float]:
     return {"tpot_ms": tpot_ms, "output_tok_s": tok_s, "ttft_ms": prediction.ttft_ms.mean, "floor_tpot_ms": tpot_ms, "floor_tok_s": tok_s}
 
 
-def model_of(cases: Mapping[str, Case], timed: Sequence[TimedStep] = ()) -> Callable[[str, Parameters], Mapping[str, float]]:
+def model_of(cases: Mapping[str, LoadCase], timed: Sequence[TimedStep] = ()) -> Callable[[str, PlanParameters], Mapping[str, float]]:
     """The function that `fit` wants, of rows and timed steps by name."""
     steps = {step.name: step for step in timed}
 
-    def model(name: str, parameters: Parameters) -> Mapping[str, float]:
+    def model(name: str, parameters: PlanParameters) -> Mapping[str, float]:
         if name in steps:
             return {"step_ms": steps[name].predicted_ms(parameters)}
         return summary_of(predict(cases[name], parameters))
@@ -108,13 +108,13 @@ def accuracy(whole: Fit, say: Callable[[str], None] = lambda _: None) -> Accurac
     for name, case in cases.items():
         families.setdefault(case.decode.shape.name, []).append(name)
 
-    def without(left_out: Sequence[str]) -> Parameters:
+    def without(left_out: Sequence[str]) -> PlanParameters:
         say(", ".join(left_out))
         kept = {name: figures for name, figures in rows_of().items() if name not in left_out}
         return fit(model, kept, priors(), priors()).parameters
 
     of_family = {family: without(names) for family, names in families.items()}
-    names, of_row = list(rows), dict[str, Parameters]()
+    names, of_row = list(rows), dict[str, PlanParameters]()
     for fold in (names[i::FOLDS] for i in range(FOLDS)):
         of_row |= dict.fromkeys(fold, without(fold))
     lines = [_line(name, cases[name], whole.parameters, of_row[name], of_family[cases[name].decode.shape.name]) for name in rows]
@@ -124,7 +124,7 @@ def accuracy(whole: Fit, say: Callable[[str], None] = lambda _: None) -> Accurac
     return Accuracy(lines, whole, ranges, ordered_pairs(lines, rows))
 
 
-def _line(name: str, case: Case, whole: Parameters, own: Parameters, family: Parameters) -> Line:
+def _line(name: str, case: LoadCase, whole: PlanParameters, own: PlanParameters, family: PlanParameters) -> Line:
     row, prediction = measured()[name], predict(case, own)
     figure, value = ("tpot_ms", row.tpot_ms) if row.tpot_ms is not None else ("output_tok_s", row.output_tok_s)
     low, high = prediction.interval[figure]
@@ -164,7 +164,7 @@ def ordered_pairs(lines: Sequence[Line], rows: Mapping[str, Measured]) -> tuple[
     return right, total
 
 
-def roofline_ms(case: Case) -> float:
+def roofline_ms(case: LoadCase) -> float:
     """A token's time if a step took only what nameplate speeds allow, with as many requests as are in flight, in the middle of them."""
     work, layout = case.workload, case.decode.layout
     batch = min(case.serving.max_running, -(-work.concurrency // (layout.dp * layout.instances)))

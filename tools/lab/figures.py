@@ -13,15 +13,15 @@ from ...models import registry
 from ...models.family_file import FamilyFile
 from ...server.text.tokenizer import TextTokenizer
 from ..bench import build
-from ..bench.figures import Settings
-from ..bench.report import Table
+from ..bench.figures import BenchSettings
+from ..bench.report import ReportTable
 from ..builder.settings.model import DRAFT_WIDTHS
 from ..progress import Progress
 from . import speculation as bench_speculation
 from .peers import run as bench_peers
 
 
-def check(settings: Settings) -> None:
+def check(settings: BenchSettings) -> None:
     """Refuses engines that are unknown, and interpreters and checkouts that are not there.
 
     Raises:
@@ -30,14 +30,14 @@ def check(settings: Settings) -> None:
     chosen(settings)
 
 
-def chosen(settings: Settings) -> bench_peers.Choice:
+def chosen(settings: BenchSettings) -> bench_peers.PeerChoice:
     """The engines that the settings name."""
     return bench_peers.choice(settings.peers, settings.peer_pythons, settings.llama_cpp)
 
 
 def figures(
-    artifact: Artifact, cache: Path, environment: Mapping[str, str], settings: Settings, progress: Progress
-) -> dict[str, Callable[[], list[Table]]]:
+    artifact: Artifact, cache: Path, environment: Mapping[str, str], settings: BenchSettings, progress: Progress
+) -> dict[str, Callable[[], list[ReportTable]]]:
     """The function that measures each figure of an artifact."""
     return {
         "speculation": lambda: [speculation(artifact, cache, environment, settings, progress)],
@@ -45,7 +45,9 @@ def figures(
     }
 
 
-def peers(artifact: Artifact, cache: Path, environment: Mapping[str, str], settings: Settings, progress: Progress) -> list[Table]:
+def peers(
+    artifact: Artifact, cache: Path, environment: Mapping[str, str], settings: BenchSettings, progress: Progress
+) -> list[ReportTable]:
     """An artifact beside other engines."""
     return bench_peers.peers(
         artifact,
@@ -59,7 +61,9 @@ def peers(artifact: Artifact, cache: Path, environment: Mapping[str, str], setti
     )
 
 
-def speculation(artifact: Artifact, cache: Path, environment: Mapping[str, str], settings: Settings, progress: Progress) -> Table:
+def speculation(
+    artifact: Artifact, cache: Path, environment: Mapping[str, str], settings: BenchSettings, progress: Progress
+) -> ReportTable:
     """The gain from drafting, against the same artifact without drafts, which is built beside it.
 
     Raises:

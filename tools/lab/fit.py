@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..advisor.plan.parameters import NAMES, Parameters, as_logs, of_logs, sigmas
+from ..advisor.plan.parameters import NAMES, PlanParameters, as_logs, of_logs, sigmas
 from ..advisor.plan.products import Array
 
 SIGMAS = {"tpot_ms": 0.05, "output_tok_s": 0.05, "ttft_ms": 0.25, "step_ms": 0.05, "floor_tpot_ms": 0.15, "floor_tok_s": 0.15}
@@ -24,7 +24,7 @@ _CAUCHY = 2.0
 Figures = Mapping[str, float]
 """Some of `SIGMAS` by name; others are not fitted."""
 
-Model = Callable[[str, Parameters], Figures]
+Model = Callable[[str, PlanParameters], Figures]
 """What is predicted of a row."""
 
 
@@ -37,7 +37,7 @@ class Fit:
         jacobian: of the residuals, rows by name.
     """
 
-    parameters: Parameters
+    parameters: PlanParameters
     deviations: Mapping[str, float]
     jacobian: Mapping[str, Array]
     cost: float
@@ -51,8 +51,8 @@ def residuals(predicted: Figures, actual: Figures) -> Array:
 def fit(
     model: Model,
     rows: Mapping[str, Figures],
-    prior: Parameters,
-    start: Parameters,
+    prior: PlanParameters,
+    start: PlanParameters,
     iterations: int = 20,
 ) -> Fit:
     """The parameters that explain the rows."""

@@ -19,10 +19,10 @@ from ...runtime.executor import Executor
 from ...server.run import serving
 from ...server.text.tokenizer import TextTokenizer
 from ..bench import acceptance
-from ..bench.report import Column, Table, Value
+from ..bench.report import Column, ReportTable, Value
 from ..bench.serve.apart import ApartClient
 from ..bench.stats import interleave, ratio, spread
-from ..bench.streams import Load, Run, TimedExecutor, through_stepped, through_websocket
+from ..bench.streams import Run, StreamLoad, TimedExecutor, through_stepped, through_websocket
 from ..progress import Progress
 from ..serve import serving as services
 
@@ -44,7 +44,7 @@ Side = str | int
 
 
 @dataclass(frozen=True)
-class TextLoad(Load):
+class TextLoad(StreamLoad):
     """A load whose prompts are text.
 
     Attributes:
@@ -95,8 +95,8 @@ def read_prompts(path: Path, codec: TextTokenizer) -> tuple[tuple[int, ...], ...
 
 
 def speculation(
-    drafting: Artifact, plain: Artifact, texts: tuple[tuple[int, ...], ...], loads: Sequence[Load], rounds: int, progress: Progress
-) -> Table:
+    drafting: Artifact, plain: Artifact, texts: tuple[tuple[int, ...], ...], loads: Sequence[StreamLoad], rounds: int, progress: Progress
+) -> ReportTable:
     """Serves each load with both artifacts alternately, first through the engine and then through the websocket.
 
     Raises:
@@ -129,7 +129,7 @@ def speculation(
         "equal streams: all rounds, token for token",
         "best fixed width: the fastest of engines that decode in steps of one width of the same artifact (--draft-widths)",
     )
-    return Table("speculation", "Drafting", COLUMNS, tuple(rows), notes)
+    return ReportTable("speculation", "Drafting", COLUMNS, tuple(rows), notes)
 
 
 def _through_engines(sides: dict[str, Artifact], load: TextLoad, rounds: int) -> dict[Side, list[Run]]:
@@ -166,7 +166,7 @@ def _served(artifact: Artifact, load: TextLoad) -> Run:
         running.engine.stop(drain=False)
 
 
-def row(load: Load, path: str, runs: Mapping[Side, list[Run]]) -> dict[str, Value]:
+def row(load: StreamLoad, path: str, runs: Mapping[Side, list[Run]]) -> dict[str, Value]:
     """The table row of one load on one path."""
     speeds = {name: [run.tokens_per_s for run in rounds] for name, rounds in runs.items()}
     records = [record for run in runs[WITH] for record in run.records]

@@ -10,10 +10,10 @@ from pathlib import Path
 from ...graphs.errors import SpecError
 from ...graphs.types import Bucket, Mesh
 from ..advisor.plan.decode import decode_parts
-from ..advisor.plan.parameters import Parameters
+from ..advisor.plan.parameters import PlanParameters
 from ..advisor.plan.published import machine_of
 from ..advisor.plan.shape import shape_of
-from ..advisor.plan.system import Layout, Scheme, System
+from ..advisor.plan.system import PlannedLayout, Scheme, System
 from ..builder.deployments import deployments
 from ..prove.bringup.archive import NAME
 from ..prove.bringup.report import JSON_NAME
@@ -29,7 +29,7 @@ class TimedStep:
     context: int
     seconds: float
 
-    def predicted_ms(self, parameters: Parameters) -> float:
+    def predicted_ms(self, parameters: PlanParameters) -> float:
         """The step's time by these parameters, without the host's work around it."""
         parts = decode_parts(self.system, parameters, self.batch, self.context)
         return 1e3 * sum(float(part) for cause, part in parts.items() if cause != "host")
@@ -65,7 +65,7 @@ def read_bringup(path: Path, context: int) -> list[TimedStep]:
     shape = shape_of(model)
     row = next((row for row in deployments().values() if row.model == model), None)
     scheme = Scheme.named("bf16" if quantization == "none" else quantization, row.draft_quantization if row else "bf16")
-    layout = Layout(mesh.axis("dp"), mesh.axis("tp"), shape.experts > 0)
+    layout = PlannedLayout(mesh.axis("dp"), mesh.axis("tp"), shape.experts > 0)
     steps = []
     for timing in timings:
         bucket = _bucket_named(timing["what"])

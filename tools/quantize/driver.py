@@ -16,7 +16,7 @@ import torch
 from ...graphs import tree
 from ...graphs.errors import CheckpointError, SpecError
 from ...models.block_scales import BlockScaledEntry, with_block_scales
-from ...models.checkpoint import Checkpoint, open_checkpoint
+from ...models.checkpoint import CheckpointFiles, open_checkpoint
 from ...models.quant.description import DESCRIPTION, formats_in
 from ...models.quant.formats import W4A8_DYNAMIC, W4A16, W8A8, W8A8_DYNAMIC, Formats, matrix_name
 from ...models.quant.quantization_config import FIELD, method_in, settings_of
@@ -39,7 +39,7 @@ WEIGHT_FILES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.j
 
 
 @dataclass(frozen=True)
-class Settings:
+class QuantizeSettings:
     """The options of `npucompile quantize`.
 
     Attributes:
@@ -60,7 +60,7 @@ class Settings:
 
 
 def quantize(
-    source: ModelSource, out: Path, settings: Settings, progress: Progress, *, shard_bytes: int = SHARD_BYTES
+    source: ModelSource, out: Path, settings: QuantizeSettings, progress: Progress, *, shard_bytes: int = SHARD_BYTES
 ) -> list[MatrixError]:
     """Writes `out`, which appears whole or not at all; returns the error of each matrix, the worst first.
 
@@ -102,7 +102,7 @@ def quantize(
     return errors
 
 
-def _open_float(source: ModelSource) -> Checkpoint:
+def _open_float(source: ModelSource) -> CheckpointFiles:
     directory = source.checkpoint_dir
     if directory is None:
         raise SpecError(f"{source.name} is a set of sizes without weights; legal is a checkpoint directory or a bundled model")
@@ -128,7 +128,7 @@ def _dtype(source: ModelSource) -> torch.dtype:
     return legal[name]
 
 
-def _with_draft(model: Model, formats: Formats, settings: Settings) -> Formats:
+def _with_draft(model: Model, formats: Formats, settings: QuantizeSettings) -> Formats:
     """The formats with those of a draft head, which a calibration does not run: float if asked, and never static."""
     if not model.drafting:
         if settings.float_draft:
@@ -142,7 +142,7 @@ def _with_draft(model: Model, formats: Formats, settings: Settings) -> Formats:
     return replace(formats, rules=(*((name, W8A8_DYNAMIC) for name in static), *formats.rules))
 
 
-def _formats(source: ModelSource, settings: Settings, progress: Progress) -> Formats:
+def _formats(source: ModelSource, settings: QuantizeSettings, progress: Progress) -> Formats:
     formats = formats_for(settings.scheme, published_name(source), keep=settings.keep, static=settings.static, group=settings.group)
     static = any(form == W8A8 for _, form in formats.rules)
     if settings.calibrate and not static:
@@ -161,7 +161,7 @@ def _formats(source: ModelSource, settings: Settings, progress: Progress) -> For
 
 
 def _activations(
-    source: ModelSource, model: Model, matrices: Sequence[Matrix], settings: Settings, progress: Progress
+    source: ModelSource, model: Model, matrices: Sequence[Matrix], settings: QuantizeSettings, progress: Progress
 ) -> Mapping[str, Activations]:
     """Of each parameter of static matrices."""
     wanted = {matrix.param: matrix.stem for matrix in matrices if matrix.form == W8A8}
@@ -173,7 +173,7 @@ def _activations(
 
 
 @dataclass(frozen=True)
-class _Job:
+class _TensorWork:
     """A tensor of the float checkpoint, and the matrices that are made of it; none if it stays float.
 
     Attributes:
@@ -207,7 +207,7 @@ class _Job:
             writer.write(self.entry.name, self.entry.read().to(self.floats))
 
 
-def _jobs(checkpoint: Checkpoint, matrices: Sequence[Matrix], floats: torch.dtype) -> Iterator[_Job]:
+def _jobs(checkpoint: CheckpointFiles, matrices: Sequence[Matrix], floats: torch.dtype) -> Iterator[_TensorWork]:
     """In the order of the checkpoint.
 
     Args:
@@ -217,12 +217,12 @@ def _jobs(checkpoint: Checkpoint, matrices: Sequence[Matrix], floats: torch.dtyp
     for matrix in matrices:
         by_entry.setdefault(matrix.entry.name, []).append(matrix)
     for name, entry in checkpoint.tensors.items():
-        yield _Job(entry, tuple(by_entry.get(name, ())), floats if isinstance(entry, BlockScaledEntry) else None)
+        yield _TensorWork(entry, tuple(by_entry.get(name, ())), floats if isinstance(entry, BlockScaledEntry) else None)
 
 
 def _write(
     directory: Path,
-    checkpoint: Checkpoint,
+    checkpoint: CheckpointFiles,
     matrices: Sequence[Matrix],
     formats: Formats,
     activations: Mapping[str, Activations],
@@ -260,7 +260,7 @@ def _is_packed(matrices: Sequence[Matrix]) -> bool:
     return any(matrix.form == W4A16 for matrix in matrices)
 
 
-def _configured(checkpoint: Checkpoint, matrices: Sequence[Matrix], group: int) -> dict[str, Any] | None:
+def _configured(checkpoint: CheckpointFiles, matrices: Sequence[Matrix], group: int) -> dict[str, Any] | None:
     """What config.json says of the quantisation, where it is what says it."""
     rounded_entries = {matrix.entry.name for matrix in matrices}
     floats = [entry for name, entry in checkpoint.tensors.items() if name not in rounded_entries]

@@ -13,7 +13,7 @@ import torch
 from ...graphs import tree
 from ...graphs.errors import CheckpointError, SpecError
 from ...graphs.quantise import NIBBLES
-from ...models.checkpoint import PER_EXPERT, Checkpoint, ParamReader, found_names
+from ...models.checkpoint import PER_EXPERT, CheckpointFiles, ParamReader, found_names
 from ...models.decoder import HEAD
 from ...models.params import Param
 from ...models.quant.declare import ROLES
@@ -95,7 +95,7 @@ def without_static(formats: Formats) -> Formats:
     return replace(formats, rules=tuple((pattern, W8A8_DYNAMIC if form == W8A8 else form) for pattern, form in formats.rules))
 
 
-def checked_model(model: Model, checkpoint: Checkpoint) -> Model:
+def checked_model(model: Model, checkpoint: CheckpointFiles) -> Model:
     """The model with its draft head if the checkpoint has one.
 
     Raises:
@@ -109,7 +109,7 @@ def checked_model(model: Model, checkpoint: Checkpoint) -> Model:
     return found
 
 
-def select(model: Model, checkpoint: Checkpoint, formats: Formats) -> list[Matrix]:
+def select(model: Model, checkpoint: CheckpointFiles, formats: Formats) -> list[Matrix]:
     """The matrices of a checkpoint that do not stay float, in the order of the model's parameters.
 
     Args:

@@ -9,14 +9,14 @@ from npucompile.graphs import ops
 from npucompile.graphs.quantise import quantise_rows
 from npucompile.models.quant import leaves
 from npucompile.models.quant.experts import grouped, rounds_rows
-from npucompile.models.quant.leaves import Matrix
+from npucompile.models.quant.leaves import DeclaredMatrix
 
 R = torch.Generator().manual_seed(0)
 T, K, N, E = 5, 16, 24, 3
 FORMS = [("w8a8_dynamic", 0, 0.02), ("w4a8_dynamic", 0, 0.2), ("w4a8_dynamic", 4, 0.15)]
 
 
-def weight_of(matrix: Matrix, form: str, group: int, values: torch.Tensor) -> dict[str, torch.Tensor]:
+def weight_of(matrix: DeclaredMatrix, form: str, group: int, values: torch.Tensor) -> dict[str, torch.Tensor]:
     names = leaves.avals(matrix, form, group)
     return dict(zip(names, leaves.from_floats(matrix, form, group, values), strict=True))
 
@@ -29,7 +29,7 @@ def error(actual: torch.Tensor, want: torch.Tensor) -> float:
 def test_experts_of_every_form(form: str, group: int, tolerance: float) -> None:
     gate_up, down = torch.randn(E, 2, 16, K, generator=R) / 4, torch.randn(E, K, 16, generator=R) / 4
     x, counts = torch.randn(T, K, generator=R), torch.tensor([2, 0, 3])
-    first, second = Matrix(gate_up.shape, (None,) * 4, 1, False), Matrix(down.shape, (None,) * 3, 1, True, 2)
+    first, second = DeclaredMatrix(gate_up.shape, (None,) * 4, 1, False), DeclaredMatrix(down.shape, (None,) * 3, 1, True, 2)
     rows, scale = (x, torch.ones(T)) if form == "float" else quantise_rows(x)
     weights = [
         {"weight": matrix.turned(values).contiguous()} if form == "float" else weight_of(matrix, form, min(group, 4), values)

@@ -7,7 +7,7 @@ import torch
 
 from npucompile.graphs.errors import CheckpointError
 from npucompile.models.quant import leaves
-from npucompile.models.quant.leaves import Matrix
+from npucompile.models.quant.leaves import DeclaredMatrix
 
 R = torch.Generator().manual_seed(0)
 FORMS = [("w8a8_dynamic", 0), ("w4a8_dynamic", 0), ("w4a8_dynamic", 4), ("w4a16", 0), ("w4a16", 4)]
@@ -15,7 +15,7 @@ FORMS = [("w8a8_dynamic", 0), ("w4a8_dynamic", 0), ("w4a8_dynamic", 4), ("w4a16"
 
 @pytest.mark.parametrize(("form", "group"), FORMS)
 def test_a_share_of_the_contraction_has_its_share_of_the_parts(form: str, group: int) -> None:
-    matrix = Matrix((8, 16), (None, "k"), 0, True, 2)
+    matrix = DeclaredMatrix((8, 16), (None, "k"), 0, True, 2)
     values = torch.randint(-7, 8, (8, 16), generator=R, dtype=torch.int8)
     others = [torch.rand(8, 1, generator=R) + 0.1, *([torch.rand(8, 4, generator=R) + 0.1] if group else [])]
     # Those of compressed-tensors have no scale of a channel beside those of groups.
@@ -32,7 +32,7 @@ def test_a_share_of_the_contraction_has_its_share_of_the_parts(form: str, group:
 
 @pytest.mark.parametrize(("form", "group"), FORMS)
 def test_declared_values_are_those_that_are_made(form: str, group: int) -> None:
-    for matrix in (Matrix((24, 16), ("n", None), 0, False), Matrix((3, 2, 8, 16), ("e", None, "f", None), 1, False)):
+    for matrix in (DeclaredMatrix((24, 16), ("n", None), 0, False), DeclaredMatrix((3, 2, 8, 16), ("e", None, "f", None), 1, False)):
         made = leaves.from_floats(matrix, form, group, torch.randn(matrix.shape, generator=R))
         for tensor, aval in zip(made, leaves.avals(matrix, form, group).values(), strict=True):
             assert (tuple(tensor.shape), tensor.dtype) == (aval.shape, aval.dtype)
@@ -40,4 +40,4 @@ def test_declared_values_are_those_that_are_made(form: str, group: int) -> None:
 
 def test_groups_that_do_not_fill_a_part_are_refused() -> None:
     with pytest.raises(CheckpointError, match="groups of 6 weights for a contraction of 16 in 2 parts; legal are"):
-        Matrix((8, 16), (None, "k"), 0, True, 2).groups(6)
+        DeclaredMatrix((8, 16), (None, "k"), 0, True, 2).groups(6)

@@ -10,14 +10,14 @@ import pytest
 from npucompile.graphs.errors import SpecError
 from npucompile.lowering.artifact.artifact import Artifact
 from npucompile.tools.bench import figures as module
-from npucompile.tools.bench.streams import Load
+from npucompile.tools.bench.streams import StreamLoad
 from npucompile.tools.cli import Home
 from npucompile.tools.lab import figures as lab
 from npucompile.tools.progress import Progress
 
 
 def test_every_figure_of_an_artifact_can_be_measured(tiny_artifact: Path) -> None:
-    settings = module.Settings((Load(1, 6, 4),), 1, 1, 1, 1)
+    settings = module.BenchSettings((StreamLoad(1, 6, 4),), 1, 1, 1, 1)
     home, progress, artifact = Home(Path("home"), {}), Progress(quiet=True), Artifact.open(tiny_artifact)
     own = module.figures(artifact, home, settings, progress)
     others = lab.figures(artifact, home.cache, {}, settings, progress)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from npucompile.tools.bench import machine
-from npucompile.tools.bench.machine import Machine, cache_bytes, cpu_model, describe, lines, reader
+from npucompile.tools.bench.machine import MeasuredMachine, cache_bytes, cpu_model, describe, lines, reader
 
 CPUINFO = "processor\t: 0\nmodel name\t: Some CPU @ 2.50GHz\nflags\t: fpu\n\nprocessor\t: 1\nmodel name\t: Some CPU @ 2.50GHz\n"
 
@@ -39,7 +39,7 @@ def test_a_machine_without_either_file_is_described(tmp_path: Path) -> None:
 
 
 def test_a_description_names_what_figures_depend_on() -> None:
-    text = "\n".join(lines(Machine("Some CPU", 2, "avx2", 1, 33 * 2**20, "2.13.0", "0.1.0", "3.11.7", "2026-11-21", 0.25)))
+    text = "\n".join(lines(MeasuredMachine("Some CPU", 2, "avx2", 1, 33 * 2**20, "2.13.0", "0.1.0", "3.11.7", "2026-11-21", 0.25)))
     for word in ("Some CPU", "2 cores", "avx2", "33 MiB", "1 threads", "torch 2.13.0", "2026-11-21", "load average 0.2"):
         assert word in text
 

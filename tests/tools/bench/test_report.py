@@ -2,10 +2,10 @@ from __future__ import annotations
 
 import json
 
-from npucompile.tools.bench.report import Column, Table, as_data, as_markdown, as_text, cell
+from npucompile.tools.bench.report import Column, ReportTable, as_data, as_markdown, as_text, cell
 from npucompile.tools.bench.stats import Spread
 
-TABLE = Table(
+TABLE = ReportTable(
     "decode",
     "Decode step time",
     (Column("bucket", "bucket"), Column("step_ms", "step ms", 1), Column("rows", "rows", 0)),

@@ -18,9 +18,9 @@ from npucompile.lowering.backend import open_executable
 from npucompile.lowering.executable import check_operands
 from npucompile.models import request_slots
 from npucompile.tools.bench import step
-from npucompile.tools.bench.machine import Reader
+from npucompile.tools.bench.machine import ReadLoop
 from npucompile.tools.bench.report import Value
-from npucompile.tools.bench.step import Case, decode_contexts, decode_row, needed_bytes, prepared, random_state, step_operands
+from npucompile.tools.bench.step import StepCase, decode_contexts, decode_row, needed_bytes, prepared, random_state, step_operands
 
 
 @pytest.fixture(autouse=True)
@@ -154,11 +154,11 @@ def test_every_step_starts_where_the_first_one_did(artifact: Artifact) -> None:
     assert not torch.equal(pool, first), "a step leaves another start"
 
 
-def case(artifact: Artifact, executables: dict[str, Callable[..., list[torch.Tensor]]], rows: int = 4) -> Case:
-    return Case(entry_of(artifact.manifest, "decode-b4-q4"), 7, rows, executables, [], 500)  # type: ignore[arg-type]
+def case(artifact: Artifact, executables: dict[str, Callable[..., list[torch.Tensor]]], rows: int = 4) -> StepCase:
+    return StepCase(entry_of(artifact.manifest, "decode-b4-q4"), 7, rows, executables, [], 500)  # type: ignore[arg-type]
 
 
-def row_of(timed: Case, beside: Reader, repetitions: int, clock: FakeClock) -> dict[str, Value]:
+def row_of(timed: StepCase, beside: ReadLoop, repetitions: int, clock: FakeClock) -> dict[str, Value]:
     (seconds,) = step.in_turns([timed.calls() | {"read": beside.read}], repetitions, clock, QUIET, "steps")
     return decode_row(timed, beside, seconds)
 
@@ -181,7 +181,7 @@ def test_a_slow_time_of_the_machine_is_in_few_samples_of_each(artifact: Artifact
 def test_a_row_sets_each_time_beside_the_floor_of_its_round(artifact: Artifact) -> None:
     clock = FakeClock()
     executables = {"eager": partial(clock.work, 4.0), "compiled": partial(clock.work, 2.0)}
-    beside = Reader(lambda: clock.work(1.0), 1000, "cache")
+    beside = ReadLoop(lambda: clock.work(1.0), 1000, "cache")
     row = row_of(case(artifact, executables), beside, 3, clock)
     medians = {key: getattr(value, "median", value) for key, value in row.items()}
     assert medians == {
@@ -192,7 +192,7 @@ def test_a_row_sets_each_time_beside_the_floor_of_its_round(artifact: Artifact) 
 
 def test_an_uncompiled_bucket_is_set_beside_its_floor_too(artifact: Artifact) -> None:
     clock = FakeClock()
-    row = row_of(case(artifact, {"eager": partial(clock.work, 4.0)}, rows=3), Reader(lambda: clock.work(1.0), 1000, "memory"), 2, clock)
+    row = row_of(case(artifact, {"eager": partial(clock.work, 4.0)}, rows=3), ReadLoop(lambda: clock.work(1.0), 1000, "memory"), 2, clock)
     assert "compiled_ms" not in row
     assert row["over_floor"].median == 8.0  # type: ignore[union-attr]
     assert row["bucket"] == "decode-b4-q4 (3 rows)"

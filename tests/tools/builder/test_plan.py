@@ -22,7 +22,7 @@ from npucompile.tools.builder.deviations import source_of
 from npucompile.tools.builder.fit import FEWER_DISPATCHED
 from npucompile.tools.builder.plan import Options
 from npucompile.tools.notation import PrefillSize
-from npucompile.tools.quantize.driver import Settings, _formats
+from npucompile.tools.quantize.driver import QuantizeSettings, _formats
 
 ENDS = "responses end at token 256 (config.json)"
 
@@ -349,7 +349,7 @@ def test_a_directory_of_any_name_has_the_recipe_and_the_deployments_of_its_model
     planned = planning.plan(Options(str(directory), **own))
     expected = planning.plan(Options("qwen3-32b", **own))
     assert planned.model.config == expected.model.config
-    settings = Settings("w8a8")
+    settings = QuantizeSettings("w8a8")
     recipe = _formats(registry.find(directory), settings, tiny.QUIET)
     assert recipe == _formats(registry.find("qwen3-32b"), settings, tiny.QUIET) == formats_of_scheme("w8a8", "qwen3-32b")
     row = next(row for row in deployments.deployments().values() if row.model == "qwen3-32b")

@@ -14,8 +14,8 @@ from npucompile.tools import laboratory
 from npucompile.tools.bench import build as bench_build
 from npucompile.tools.bench import figures as bench_figures
 from npucompile.tools.bench import machine
-from npucompile.tools.bench.report import Column, Table
-from npucompile.tools.bench.streams import Load
+from npucompile.tools.bench.report import Column, ReportTable
+from npucompile.tools.bench.streams import StreamLoad
 from npucompile.tools.commands import bench
 from npucompile.tools.lab import figures as lab_figures
 
@@ -28,9 +28,9 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     measured: list[str] = []
 
     def figures(artifact: Artifact, *_: Any) -> dict[str, Any]:
-        def figure(name: str) -> list[Table]:
+        def figure(name: str) -> list[ReportTable]:
             measured.append(name)
-            return [Table(name, f"The {name}", (Column("x", "x"),), ({"x": 1.5},))]
+            return [ReportTable(name, f"The {name}", (Column("x", "x"),), ({"x": 1.5},))]
 
         return {name: (lambda name=name: figure(name)) for name in bench.FIGURES if name != "build"}
 
@@ -113,9 +113,9 @@ def test_a_build_is_measured_with_the_arguments_that_made_the_artifact(
 ) -> None:
     builds: list[tuple[tuple[str, ...], dict[str, Any]]] = []
 
-    def build(arguments: tuple[str, ...], **options: Any) -> Table:
+    def build(arguments: tuple[str, ...], **options: Any) -> ReportTable:
         builds.append((arguments, options))
-        return Table("build", "The build", (Column("x", "x"),), ())
+        return ReportTable("build", "The build", (Column("x", "x"),), ())
 
     monkeypatch.setattr(bench_build, "build", build)
     result = tiny.cli(tmp_path, "bench", "tiny", "--only", "build", "--builds", 3, "--jobs", 1)
@@ -152,7 +152,7 @@ def test_a_figure_that_fails_does_not_take_the_others_along(
 ) -> None:
     all_figures = bench_figures.figures
 
-    def broken() -> list[Table]:
+    def broken() -> list[ReportTable]:
         raise SpecError("no streams today")
 
     monkeypatch.setattr(bench_figures, "figures", lambda *args: {**all_figures(*args), "streams": broken})
@@ -169,15 +169,15 @@ def test_a_load_beyond_the_context_is_refused_before_anything_is_measured(own_ar
 
 
 def test_loads_are_what_the_options_say(own_artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    used: list[bench.Settings] = []
+    used: list[bench.BenchSettings] = []
 
-    def figures(artifact: Artifact, home: Any, settings: bench.Settings, progress: Any) -> dict[str, Any]:
+    def figures(artifact: Artifact, home: Any, settings: bench.BenchSettings, progress: Any) -> dict[str, Any]:
         used.append(settings)
         return {"streams": list}
 
     monkeypatch.setattr(bench_figures, "figures", figures)
     tiny.cli(tmp_path, "bench", "--only", "streams", *LITTLE)
-    assert used[0] == bench.Settings((Load(1, 6, 4), Load(2, 6, 4)), 1, 1, 1, 2)
+    assert used[0] == bench.BenchSettings((StreamLoad(1, 6, 4), StreamLoad(2, 6, 4)), 1, 1, 1, 2)
 
 
 def test_without_the_laboratory_its_figures_are_refused(

@@ -107,7 +107,11 @@ def test_an_interrupt_is_said_and_ends_with_what_was_found(tmp_path, artifact, k
 
 
 def test_a_bisection_says_each_trial_and_keeps_them(tmp_path, artifact, kept_environment, monkeypatch):
-    trials = [bisect.Trial("", "buckets", "fails"), bisect.Trial("nz", "buckets", "passes"), bisect.Trial("aiv", "buckets", "not set")]
+    trials = [
+        bisect.BisectTrial("", "buckets", "fails"),
+        bisect.BisectTrial("nz", "buckets", "passes"),
+        bisect.BisectTrial("aiv", "buckets", "not set"),
+    ]
     monkeypatch.setattr(bisect, "bisect", lambda bringup, bucket: iter(trials))
     command = ("bringup", artifact.path, "--device", "emulated", "--bisect", "decode-b1-q2", "--report", tmp_path)
     result = tiny.cli(tmp_path, *command)
@@ -120,7 +124,7 @@ def test_a_bisection_says_each_trial_and_keeps_them(tmp_path, artifact, kept_env
     assert result.stdout.splitlines()[3].endswith(f"npucompile serve {artifact.path} --off nz")
     assert [trial["outcome"] for trial in json.loads((tmp_path / "bisect.json").read_text())["trials"]] == ["fails", "passes", "not set"]
     del trials[:]
-    trials.append(bisect.Trial("", "buckets", "passes"))
+    trials.append(bisect.BisectTrial("", "buckets", "passes"))
     assert tiny.cli(tmp_path, *command, "--json").exit_code == 0
 
 

@@ -12,8 +12,8 @@ from support import tiny
 
 from npucompile.lowering.artifact.artifact import Artifact
 from npucompile.server.text.tokenizer import TextTokenizer
-from npucompile.tools.bench.report import Column, Table
-from npucompile.tools.bench.streams import Load
+from npucompile.tools.bench.report import Column, ReportTable
+from npucompile.tools.bench.streams import StreamLoad
 from npucompile.tools.commands import bench
 from npucompile.tools.lab import speculation
 from npucompile.tools.lab.peers import engines
@@ -27,9 +27,9 @@ def compared(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     """What drafting is measured with, instead of measuring it."""
     calls: list[tuple[Any, ...]] = []
 
-    def pretend(*args: Any) -> Table:
+    def pretend(*args: Any) -> ReportTable:
         calls.append(args)
-        return Table("speculation", "Drafting", (Column("x", "x"),), ({"x": 1.5},))
+        return ReportTable("speculation", "Drafting", (Column("x", "x"),), ({"x": 1.5},))
 
     monkeypatch.setattr(speculation, "speculation", pretend)
     return calls
@@ -52,7 +52,7 @@ def test_drafting_is_compared_with_the_same_artifact_without_it(
     assert words[0][0] == words[1][0]
     codec = TextTokenizer.load(own_artifact / str(drafting.manifest.tokenizer))
     assert texts == (tuple(codec.encode("one")), tuple(codec.encode("two")))
-    assert (loads, rounds) == ((Load(1, 6, 4), Load(2, 6, 4)), 1)
+    assert (loads, rounds) == ((StreamLoad(1, 6, 4), StreamLoad(2, 6, 4)), 1)
     # Once it is there it is brought up to date, and nothing is left to do.
     before = tiny.contents(plain.path)
     tiny.cli(tmp_path, *arguments)
@@ -76,9 +76,9 @@ def test_drafting_needs_drafts_and_text(own_artifact: Path, tmp_path: Path, comp
 def test_a_named_peer_is_measured_beside_the_artifact(own_artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[Any, ...]] = []
 
-    def pretend(*args: Any, **named: Any) -> list[Table]:
+    def pretend(*args: Any, **named: Any) -> list[ReportTable]:
         calls.append((*args, named))
-        return [Table("peers", "Beside others", (Column("x", "x"),), ({"x": 1.5},))]
+        return [ReportTable("peers", "Beside others", (Column("x", "x"),), ({"x": 1.5},))]
 
     monkeypatch.setattr(peers, "peers", pretend)
     python = f"llama.cpp={sys.executable}"
@@ -87,11 +87,11 @@ def test_a_named_peer_is_measured_beside_the_artifact(own_artifact: Path, tmp_pa
     artifact, chosen, loads, rounds, named = calls[0]
     assert artifact.path == own_artifact
     assert chosen == peers.choice(("vllm", "llama.cpp"), (python,), None)
-    assert (loads, rounds) == ((Load(1, 6, 4), Load(2, 6, 4)), 1)
+    assert (loads, rounds) == ((StreamLoad(1, 6, 4), StreamLoad(2, 6, 4)), 1)
     assert (named["threads"], named["cache"]) == (1, tmp_path / "cache" / "peers")
     assert [word for word in result.stdout.split("\n\n") if "Beside others" in word]
     tiny.cli(tmp_path, "bench", "tiny", "--only", "peers", *LITTLE)
-    assert calls[1][1] == peers.Choice()
+    assert calls[1][1] == peers.PeerChoice()
 
 
 def test_the_help_names_the_engines() -> None:

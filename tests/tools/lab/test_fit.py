@@ -6,13 +6,13 @@ from dataclasses import asdict
 
 import pytest
 
-from npucompile.tools.advisor.plan.parameters import NAMES, Parameters, fitted, priors
+from npucompile.tools.advisor.plan.parameters import NAMES, PlanParameters, fitted, priors
 from npucompile.tools.lab.fit import fit
 
 WEIGHTS = {f"row{i}": [((i * 7 + j * 5 + k) % 4) + 0.1 for j in range(16) for k in range(3)] for i in range(12)}
 
 
-def toy(name: str, parameters: Parameters) -> dict[str, float]:
+def toy(name: str, parameters: PlanParameters) -> dict[str, float]:
     """Sums of powers of the parameters, which differ from row to row."""
     values = list(asdict(parameters).values())
     weights = WEIGHTS[name]
@@ -22,12 +22,12 @@ def toy(name: str, parameters: Parameters) -> dict[str, float]:
     }
 
 
-def rows(true: Parameters) -> dict[str, dict[str, float]]:
+def rows(true: PlanParameters) -> dict[str, dict[str, float]]:
     return {name: toy(name, true) for name in WEIGHTS}
 
 
 def test_what_is_determined_is_found_and_outliers_do_not_matter():
-    true = Parameters(**{name: value * 1.15 for name, value in asdict(priors()).items()})
+    true = PlanParameters(**{name: value * 1.15 for name, value in asdict(priors()).items()})
     found = fit(toy, rows(true), priors(), priors())
     for name in WEIGHTS:
         assert toy(name, found.parameters)["tpot_ms"] == pytest.approx(toy(name, true)["tpot_ms"], rel=0.01)

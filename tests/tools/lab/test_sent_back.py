@@ -16,7 +16,7 @@ from npucompile.lowering.ascend.cost.parameters import parameters
 from npucompile.tools.cli import main
 from npucompile.tools.lab import sent_back
 from npucompile.tools.prove.bringup import archive
-from npucompile.tools.prove.bringup.results import Failure, RungResult, Timing
+from npucompile.tools.prove.bringup.results import BringupFailure, RungResult, Timing
 
 CHIP = "ascend910_93"
 NOW = parameters(CHIP)
@@ -34,7 +34,7 @@ def sent(directory: Path, device: str = "npu", rates: dict[str, Any] | None = No
         Timing("decode-b64-q4 b (HcomAllGather)", "", 1.0, 1 << 20, 1e-6),
         Timing("decode-b2-q4 c (MoeDistributeDispatchV2)", "", 90e-6, 64, 70e-6),
     ]
-    failure = Failure("attention", "decode-b2-q4 d (FusedInferAttentionScore)", "aborted", "SIGABRT")
+    failure = BringupFailure("attention", "decode-b2-q4 d (FusedInferAttentionScore)", "aborted", "SIGABRT")
     rungs = [
         RungResult("environment", facts={"rates": measured}),
         RungResult("operators", failures=[failure], timings=[Timing("decode-b2-q4 e (GroupedMatmul)", "", 1e-3)]),

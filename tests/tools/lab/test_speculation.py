@@ -15,8 +15,8 @@ from npucompile.lowering.artifact.artifact import Artifact
 from npucompile.runtime.request import ExecutionRecord
 from npucompile.server.text.tokenizer import TextTokenizer
 from npucompile.tools.bench.report import as_text
-from npucompile.tools.bench.serve.outcome import Outcome
-from npucompile.tools.bench.streams import Load, Run
+from npucompile.tools.bench.serve.outcome import StreamOutcome
+from npucompile.tools.bench.streams import Run, StreamLoad
 from npucompile.tools.lab import speculation as module
 from npucompile.tools.lab.speculation import WITH, WITHOUT, TextLoad, check, read_prompts, row, speculation
 
@@ -45,7 +45,7 @@ def record(steps: int, *accepted: int) -> ExecutionRecord:
 
 
 def run(seconds: float, token_ids: tuple[int, ...], *records: ExecutionRecord) -> Run:
-    return Run((Outcome(0, 0.0, 0.0, seconds, 4, token_ids=token_ids),), records=records)
+    return Run((StreamOutcome(0, 0.0, 0.0, seconds, 4, token_ids=token_ids),), records=records)
 
 
 # --- the text ---
@@ -90,14 +90,14 @@ def test_a_row_is_taken_round_by_round() -> None:
         WITH: [run(1.0, same, record(4, 3, 1)), run(2.0, same, record(4, 1, 1))],
         WITHOUT: [run(2.0, same), run(6.0, other)],
     }
-    cells = row(Load(1, 4, 4), "engine", runs)
+    cells = row(StreamLoad(1, 4, 4), "engine", runs)
     assert (cells["streams"], cells["path"], cells["equal"]) == (1, "engine", "1 of 2")
     assert [getattr(cells["with_tokens_per_s"], name) for name in ("low", "high")] == [2.0, 4.0]
     assert [getattr(cells["without_tokens_per_s"], name) for name in ("low", "high")] == [4 / 6, 2.0]
     assert [getattr(cells["gain"], name) for name in ("low", "high")] == [2.0, 3.0]
     assert cells["acceptance_length"] == 1 + 6 / 8
     assert cells["acceptance_rates"] == "0.50, 0.25"
-    unseen = row(Load(1, 4, 4), "websocket", {name: [run(1.0, same)] for name in (WITH, WITHOUT)})
+    unseen = row(StreamLoad(1, 4, 4), "websocket", {name: [run(1.0, same)] for name in (WITH, WITHOUT)})
     assert not {"acceptance_length", "acceptance_rates"} & set(unseen)
 
 
@@ -105,7 +105,7 @@ def test_both_paths_of_both_artifacts_say_the_same_tokens(drafting: Artifact, pl
     calls: list[dict[str, list[Run]]] = []
     monkeypatch.setattr(module, "row", lambda load, path, runs: calls.append(runs) or row(load, path, runs))
     texts = tuple(tuple(range(40 + 7 * i, 60 + 7 * i)) for i in range(6))
-    table = speculation(drafting, plain, texts, [Load(2, 12, 16)], 2, QUIET)
+    table = speculation(drafting, plain, texts, [StreamLoad(2, 12, 16)], 2, QUIET)
     assert [(line["streams"], line["path"], line["equal"]) for line in table.rows] == [(2, "engine", "4 of 4"), (2, "websocket", "4 of 4")]
     engine, websocket = calls
     for name in (WITH, WITHOUT):
@@ -129,9 +129,9 @@ def test_each_width_of_an_artifact_takes_its_turn(tiny_checkpoint: Path, plain: 
     assert len({tuple(each.token_ids) for own in runs.values() for each in own}) == 1
     steps = {width: {name for each in runs[width] for own in each.records for name, _ in own.decode_steps} for width in (1, 4)}
     assert steps == {1: {"decode-b2-q1"}, 4: {"decode-b2-q4"}}
-    assert "of_fixed" in row(Load(2, 12, 16), "engine", runs)
+    assert "of_fixed" in row(StreamLoad(2, 12, 16), "engine", runs)
 
 
 def test_a_load_that_does_not_fit_is_refused_before_anything_runs(drafting: Artifact, plain: Artifact) -> None:
     with pytest.raises(SpecError, match="context of 64"):
-        speculation(drafting, plain, TEXTS, [Load(1, 60, 60)], 1, QUIET)
+        speculation(drafting, plain, TEXTS, [StreamLoad(1, 60, 60)], 1, QUIET)

@@ -19,7 +19,7 @@ from npucompile.models.quant.description import DESCRIPTION, formats_in
 from npucompile.models.quant.formats import Formats
 from npucompile.tools.progress import Progress
 from npucompile.tools.quantize import driver
-from npucompile.tools.quantize.driver import Settings, quantize
+from npucompile.tools.quantize.driver import QuantizeSettings, quantize
 from npucompile.tools.quantize.forward import in_formats, loaded, logits
 from npucompile.tools.quantize.layout import Activations
 from npucompile.tools.quantize.matrices import formats_for, select
@@ -120,14 +120,14 @@ def test_fp8_becomes_what_its_floats_do(tmp_path, name, settings):
     kind = {"deepseek-v3.2": "v32", "some-glm": "glm4"}.get(name, "v3")
     made, source = fp8.write(tmp_path / name, kind), registry.find(tmp_path / name)
     options = {"progress": QUIET, "shard_bytes": 100_000}
-    errors = quantize(source, tmp_path / "out", Settings(**settings), **options)
+    errors = quantize(source, tmp_path / "out", QuantizeSettings(**settings), **options)
     written, formats = registry.find(tmp_path / "out"), formats_in(tmp_path / "out")
     assert formats is not None
     # The name of a directory chooses the recipe.
     fp8.write_floats(tmp_path / "floats" / name, made, torch.float32)
     assert errors == [
         replace(error, float_bytes=error.float_bytes // 4)
-        for error in quantize(registry.find(tmp_path / "floats" / name), tmp_path / "plain", Settings(**settings), **options)
+        for error in quantize(registry.find(tmp_path / "floats" / name), tmp_path / "plain", QuantizeSettings(**settings), **options)
     ]
     draft = f"model.layers.{len(source.model.config.layer_kinds)}."
     assert any(error.name.startswith(draft) for error in errors) != settings.get("float_draft", False)
@@ -157,7 +157,7 @@ def test_static_scales_of_fp8_are_calibrated_and_written_for_bfloat16(tmp_path, 
     made, source = fp8.write(tmp_path / "deepseek-v3.2", "v32"), registry.find(tmp_path / "deepseek-v3.2")
     (tmp_path / "text").write_text("not read")
     monkeypatch.setattr(driver, "token_ids", lambda *_: torch.arange(1, 90, dtype=torch.int32))
-    quantize(source, tmp_path / "out", Settings("w8a8", calibrate=tmp_path / "text"), QUIET)
+    quantize(source, tmp_path / "out", QuantizeSettings("w8a8", calibrate=tmp_path / "text"), QUIET)
     tensors = safetensors_files.open_checkpoint(tmp_path / "out").tensors
     matrix = "model.layers.1.self_attn.o_proj"
     assert (tensors[f"{matrix}.deq_scale"].dtype, tensors[f"{matrix}.quant_bias"].dtype) == ("F32", "I32")
@@ -215,7 +215,7 @@ def test_modelslim_writes_the_same(tmp_path, monkeypatch):
     real = driver._activations
     monkeypatch.setattr(driver, "_activations", activations)
     source = registry.find(MODELSLIM / "float")
-    quantize(source, tmp_path / "out", Settings("w8a8", calibrate=MODELSLIM / "tokens.json"), QUIET)
+    quantize(source, tmp_path / "out", QuantizeSettings("w8a8", calibrate=MODELSLIM / "tokens.json"), QUIET)
     ours = load_file(tmp_path / "out" / "quant_model_weights-00001-of-00001.safetensors")
     assert set(ours) == set(theirs)
     for name, tensor in theirs.items():
@@ -228,7 +228,7 @@ def test_modelslim_writes_the_same(tmp_path, monkeypatch):
     )
     floats = safetensors_files.open_checkpoint(MODELSLIM / "float")
     matrices = [m for m in select(source.model, floats, Formats(rules)) if m.stem.startswith("model.layers.0.self_attn.q")]
-    (found,) = real(source, source.model, matrices, Settings("w8a8", calibrate=MODELSLIM / "tokens.json"), QUIET).values()
+    (found,) = real(source, source.model, matrices, QuantizeSettings("w8a8", calibrate=MODELSLIM / "tokens.json"), QUIET).values()
     (first,) = activations(source, None, matrices, None, None).values()
     assert found == first
 
@@ -263,7 +263,7 @@ def test_a_draft_head_that_the_checkpoint_lacks_is_not_declared_by_what_is_writt
     source, said = quantised.write(tmp_path / "float", "moe"), io.StringIO()
     tensors = {name: tensor for name, tensor in load_file(tmp_path / "float" / "model.safetensors").items() if not name.startswith("mtp.")}
     save_file(tensors, tmp_path / "float" / "model.safetensors")
-    quantize(source, tmp_path / "out", Settings(scheme, group=0), Progress(stream=said))
+    quantize(source, tmp_path / "out", QuantizeSettings(scheme, group=0), Progress(stream=said))
     before, after = (json.loads((tmp_path / each / "config.json").read_text()) for each in ("float", "out"))
     assert (before["mtp_num_hidden_layers"], after["mtp_num_hidden_layers"]) == (1, 0)
     assert "no draft head: the checkpoint has no tensor of the one that its configuration declares" in said.getvalue()
@@ -283,8 +283,8 @@ def test_experts_may_be_stored_one_by_one_and_files_be_many(tmp_path):
             for part, rows in zip(parts, matrix.chunk(len(parts)), strict=True):
                 tensors[f"{prefix}.{expert}.{part}.weight"] = rows.contiguous()
     save_file(tensors, apart / "model.safetensors")
-    errors = quantize(source, tmp_path / "one", Settings("w4a8"), QUIET)
-    assert errors == quantize(registry.find(apart), tmp_path / "two", Settings("w4a8"), QUIET, shard_bytes=20_000)
+    errors = quantize(source, tmp_path / "one", QuantizeSettings("w4a8"), QUIET)
+    assert errors == quantize(registry.find(apart), tmp_path / "two", QuantizeSettings("w4a8"), QUIET, shard_bytes=20_000)
     one, two = ({n: e for n, e in safetensors_files.open_checkpoint(tmp_path / each).tensors.items()} for each in ("one", "two"))
     assert len({entry.file for entry in one.values()}) == 1
     assert len({entry.file for entry in two.values()}) > 3
@@ -297,7 +297,7 @@ def test_one_matrix_is_read_at_a_time(tmp_path, monkeypatch):
     source = quantised.write(tmp_path / "float", "moe")
     read, original = [], safetensors_files.TensorEntry.read_slice
     monkeypatch.setattr(safetensors_files.TensorEntry, "read_slice", lambda *args: read.append(out := original(*args)) or out)
-    quantize(source, tmp_path / "out", Settings("w8a8"), QUIET)
+    quantize(source, tmp_path / "out", QuantizeSettings("w8a8"), QUIET)
     config = source.model.config
     assert max(tensor.nbytes for tensor in read if tensor.dim() == 3) == 4 * config.hidden_size * config.moe_intermediate_size
 
@@ -326,7 +326,7 @@ def test_settings_that_do_not_suit_the_model_are_refused(tmp_path, kind, setting
     if "calibrate" in settings:
         settings["calibrate"] = tmp_path / "text"
     with pytest.raises(NpucompileError, match=message):
-        quantize(source, tmp_path / "out", Settings(**settings), QUIET)
+        quantize(source, tmp_path / "out", QuantizeSettings(**settings), QUIET)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["float", "text"]
 
 
@@ -334,29 +334,29 @@ def test_checkpoints_that_are_no_floats_are_refused(tmp_path):
     source = quantised.write(tmp_path / "float", "dense")
     written = quantised.quantised(source, tmp_path / "out", "w8a8")
     with pytest.raises(CheckpointError, match=f"out is quantised already: it holds {DESCRIPTION}"):
-        quantize(written, tmp_path / "again", Settings("w8a8"), QUIET)
+        quantize(written, tmp_path / "again", QuantizeSettings("w8a8"), QUIET)
     packed = quantised.quantised(source, tmp_path / "packed", "w4a16", group=0)
     with pytest.raises(CheckpointError, match=r"is quantised already: config\.json has quantization_config of quant_method 'compressed-"):
-        quantize(packed, tmp_path / "again", Settings("w8a8"), QUIET)
+        quantize(packed, tmp_path / "again", QuantizeSettings("w8a8"), QUIET)
     for config, message in (
         ({"quant_method": "awq"}, "quant_method is 'awq'; legal are compressed-tensors, fp8"),
         ({"quant_method": "fp8"}, "activation_scheme is None; legal is 'dynamic' or 'static'"),
     ):
         (tmp_path / "float" / "config.json").write_text(json.dumps(json.loads(source.text) | {"quantization_config": config}))
         with pytest.raises(CheckpointError, match=message):
-            quantize(registry.find(tmp_path / "float"), tmp_path / "again", Settings("w8a8"), QUIET)
+            quantize(registry.find(tmp_path / "float"), tmp_path / "again", QuantizeSettings("w8a8"), QUIET)
     (tmp_path / "float" / "config.json").write_text(source.text)
     with pytest.raises(SpecError, match=r"--float-draft: plain has no draft head in its checkpoint"):
-        quantize(quantised.write(tmp_path / "plain", "plain"), tmp_path / "again", Settings("w8a8", float_draft=True), QUIET)
+        quantize(quantised.write(tmp_path / "plain", "plain"), tmp_path / "again", QuantizeSettings("w8a8", float_draft=True), QUIET)
     with pytest.raises(SpecError, match=r"qwen3\.5-27b is a set of sizes without weights"):
-        quantize(registry.find("qwen3.5-27b"), tmp_path / "again", Settings("w8a8"), QUIET)
+        quantize(registry.find("qwen3.5-27b"), tmp_path / "again", QuantizeSettings("w8a8"), QUIET)
     with pytest.raises(SpecError, match="out exists; legal is a new or empty directory"):
-        quantize(source, tmp_path / "out", Settings("w8a8"), QUIET)
+        quantize(source, tmp_path / "out", QuantizeSettings("w8a8"), QUIET)
     tensors = load_file(tmp_path / "float" / "model.safetensors")
     tensors.pop("model.norm.weight")
     save_file(tensors, tmp_path / "float" / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"tensor model\.norm\.weight \(expected \[32\]\) is missing"):
-        quantize(source, tmp_path / "again", Settings("w8a8"), QUIET)
+        quantize(source, tmp_path / "again", QuantizeSettings("w8a8"), QUIET)
     assert not (tmp_path / "again").exists()
 
 
@@ -372,5 +372,5 @@ def test_a_failure_leaves_nothing(tmp_path, monkeypatch):
     real = driver.rounded
     monkeypatch.setattr(driver, "rounded", failing)
     with pytest.raises(OSError, match="No space left"):
-        quantize(source, tmp_path / "out", Settings("w8a8"), QUIET)
+        quantize(source, tmp_path / "out", QuantizeSettings("w8a8"), QUIET)
     assert [path.name for path in tmp_path.iterdir()] == ["float"]

@@ -9,7 +9,7 @@ from itertools import pairwise
 
 from ...serve.lines import Server, replicas
 from ...serve.options import DECODE, HOST, PORT, PREFILL
-from .facts import Facts
+from .facts import LaunchFacts
 from .proposal import Proposal
 
 
@@ -45,7 +45,7 @@ def _without_phase(proposal: Proposal) -> tuple[str, dict[str, str]]:
     return proposal.model, own | {name: own[name].removesuffix(f"-{phase}") for name in ("out",) if name in own and phase}
 
 
-def replicated(facts: Facts, proposal: Proposal, server: Server) -> tuple[str, ...]:
+def replicated(facts: LaunchFacts, proposal: Proposal, server: Server) -> tuple[str, ...]:
     """The build of one dp group, a server for each, and a router; nothing where groups share experts, or are on several machines.
 
     Args:

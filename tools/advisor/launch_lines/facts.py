@@ -16,7 +16,7 @@ ASCEND_NODE = 8
 
 
 @dataclass(frozen=True)
-class Facts:
+class LaunchFacts:
     """The values of a line by the names of the rules that read them.
 
     Attributes:

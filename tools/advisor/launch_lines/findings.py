@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from .flags import Given
+from .flags import GivenFlag
 from .launches import Launch
 from .rules import RULES
 from .shell import Script
@@ -21,7 +21,7 @@ _NEUTRAL = "it asks for what is so here in any case"
 
 
 @dataclass(frozen=True)
-class Finding:
+class LaunchFinding:
     """What becomes of a flag, a variable or a word.
 
     Attributes:
@@ -39,7 +39,9 @@ class Finding:
     line: int = 1
 
 
-def findings_of(launch: Launch, given: Sequence[Given], context: Context, script: Script) -> Iterator[tuple[Finding, Verdict | None]]:
+def findings_of(
+    launch: Launch, given: Sequence[GivenFlag], context: Context, script: Script
+) -> Iterator[tuple[LaunchFinding, Verdict | None]]:
     """What becomes of everything in a launch of a server, and what each adds to the serve command."""
     for found in _container_findings(launch):
         yield found, None
@@ -53,10 +55,10 @@ def findings_of(launch: Launch, given: Sequence[Given], context: Context, script
     for name, value in launch.variables.items():
         verdict_of = _variable_verdict(name, value, context, script, used=name in script.used)
         if verdict_of is not None:
-            yield Finding(name, f"{name}={value}", verdict_of.status, verdict_of.why, "variable", launch.line), verdict_of
+            yield LaunchFinding(name, f"{name}={value}", verdict_of.status, verdict_of.why, "variable", launch.line), verdict_of
 
 
-def router_findings(launch: Launch, given: Sequence[Given], script: Script) -> Iterator[Finding]:
+def router_findings(launch: Launch, given: Sequence[GivenFlag], script: Script) -> Iterator[LaunchFinding]:
     """What becomes of everything in a launch of a router."""
     for each in given:
         verdict = Verdict(REFUSED, each.problem) if each.problem or each.row is None else topic(each.row.topic)
@@ -64,16 +66,16 @@ def router_findings(launch: Launch, given: Sequence[Given], script: Script) -> I
     for name, value in launch.variables.items():
         verdict_of = _variable_verdict(name, value, None, script, used=name in script.used)
         if verdict_of is not None:
-            yield Finding(name, f"{name}={value}", verdict_of.status, verdict_of.why, "variable", launch.line)
+            yield LaunchFinding(name, f"{name}={value}", verdict_of.status, verdict_of.why, "variable", launch.line)
 
 
-def _finding(given: Given, verdict: Verdict, line: int) -> Finding:
+def _finding(given: GivenFlag, verdict: Verdict, line: int) -> LaunchFinding:
     name = given.row.name if given.row else given.name or given.texts[0]
     typed = " ".join((given.name, *given.texts)) if given.name else given.texts[0]
-    return Finding(name, typed.strip(), verdict.status, verdict.why, "flag" if given.row or given.name else "word", line)
+    return LaunchFinding(name, typed.strip(), verdict.status, verdict.why, "flag" if given.row or given.name else "word", line)
 
 
-def _verdict(given: Given, context: Context) -> Verdict:
+def _verdict(given: GivenFlag, context: Context) -> Verdict:
     row = given.row
     if row is None:
         return Verdict(REFUSED, given.problem or "a word that belongs to no flag")
@@ -92,13 +94,13 @@ def _verdict(given: Given, context: Context) -> Verdict:
     return topic(row.topic)
 
 
-def _asks_for_nothing(given: Given, row: Row) -> bool:
+def _asks_for_nothing(given: GivenFlag, row: Row) -> bool:
     if row.type == "switch" and given.value is False:
         return topics()[row.topic].status == REFUSED
     return bool(row.neutral) and all(text in row.neutral for text in given.texts)
 
 
-def _carried(given: Given, row: Row) -> Verdict:
+def _carried(given: GivenFlag, row: Row) -> Verdict:
     command, _, option = row.carry.partition(" ")
     values = given.value if isinstance(given.value, list) else [given.value]
     texts = [f"{value:g}" if isinstance(value, float) else str(value) for value in values]
@@ -146,10 +148,10 @@ def _variable_verdict(name: str, value: str, context: Context | None, script: Sc
     return topic(row.topic)
 
 
-def _container_findings(launch: Launch) -> list[Finding]:
+def _container_findings(launch: Launch) -> list[LaunchFinding]:
     """Options of what starts the engine: a container, an interpreter, a profiler."""
     return [
-        Finding(word, word, topics()["container"].status, topics()["container"].why, "word", launch.line)
+        LaunchFinding(word, word, topics()["container"].status, topics()["container"].why, "word", launch.line)
         for word in dict.fromkeys(word.partition("=")[0] for word in launch.before)
         if word.startswith("-") and word not in ("-c", "-lc", "-ic", "-m", "-e", "--env")
     ]

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .tables import Engine, Row, of_topic
+from .tables import ProgramFlags, Row, of_topic
 
 _NUMBER = re.compile(r"-\d+$|-\d*\.\d+$")
 _SIZES = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -17,7 +17,7 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)([kKmMgGtT])")
 
 
 @dataclass(frozen=True)
-class Given:
+class GivenFlag:
     """A flag as it is given.
 
     Attributes:
@@ -35,15 +35,15 @@ class Given:
     problem: str = ""
 
 
-def read_flags(words: Sequence[str], engine: Engine) -> list[Given]:
+def read_flags(words: Sequence[str], engine: ProgramFlags) -> list[GivenFlag]:
     """Reads words into flags, in order; words that belong to no flag are among them, the model that comes first as `model`."""
-    given: list[Given] = []
+    given: list[GivenFlag] = []
     at = 0
     while at < len(words):
         word = words[at]
         at += 1
         if not _is_flag(word):
-            given.append(Given("", None, (word,), word))
+            given.append(GivenFlag("", None, (word,), word))
             continue
         name, equals, attached = word.partition("=")
         row, positive, problem = _find(name, engine)
@@ -64,7 +64,7 @@ def read_flags(words: Sequence[str], engine: Engine) -> list[Given]:
             name = word[:2]
         if row is None:
             values, at = _values(words, at, (0, None)) if not equals else ((attached,), at)
-            given.append(Given(name, None, tuple(values), None, problem))
+            given.append(GivenFlag(name, None, tuple(values), None, problem))
             continue
         values, at = ((attached,), at) if equals else _values(words, at, row.count)
         given.append(_read(name, row, tuple(values), positive))
@@ -84,7 +84,7 @@ def _values(words: Sequence[str], at: int, count: tuple[int, int | None]) -> tup
     return tuple(words[at:end]), end
 
 
-def _find(name: str, engine: Engine) -> tuple[Row | None, bool, str]:
+def _find(name: str, engine: ProgramFlags) -> tuple[Row | None, bool, str]:
     """The row that a name stands for, whether it turns it on, and what is wrong where there is none.
 
     A name may be shortened to what no other one begins with; names of earlier releases count only where no newer one fits.
@@ -124,19 +124,19 @@ def _either(names: Sequence[str]) -> str:
     return ", ".join(shown[:-1]) + f" or {shown[-1]}" + (f" ({len(names) - 6} more)" if len(names) > 6 else "")
 
 
-def _read(name: str, row: Row, texts: tuple[str, ...], positive: bool) -> Given:
+def _read(name: str, row: Row, texts: tuple[str, ...], positive: bool) -> GivenFlag:
     fewest, _ = row.count
     if row.type in ("flag", "switch"):
         if texts:
-            return Given(name, row, texts, None, f"{name} takes no value, here it has {texts[0]!r}")
-        return Given(name, row, (), positive)
+            return GivenFlag(name, row, texts, None, f"{name} takes no value, here it has {texts[0]!r}")
+        return GivenFlag(name, row, (), positive)
     if len(texts) < fewest:
-        return Given(name, row, texts, None, f"{name} has no value; it takes {_described(row)}")
+        return GivenFlag(name, row, texts, None, f"{name} has no value; it takes {_described(row)}")
     try:
         values = [_typed(text, row.type) for text in texts]
     except ValueError:
-        return Given(name, row, texts, None, f"{name} takes {_described(row)}, here it has {' '.join(texts)!r}{_unknown(texts)}")
-    return Given(name, row, texts, values if row.count[1] is None else values[0] if values else True)
+        return GivenFlag(name, row, texts, None, f"{name} takes {_described(row)}, here it has {' '.join(texts)!r}{_unknown(texts)}")
+    return GivenFlag(name, row, texts, values if row.count[1] is None else values[0] if values else True)
 
 
 def _unknown(texts: Sequence[str]) -> str:
@@ -167,17 +167,17 @@ def _typed(text: str, kind: str) -> Any:
     return json.loads(text) if kind == "json" else text
 
 
-def _keyed(name: str, row: Row, texts: Sequence[str]) -> Given:
+def _keyed(name: str, row: Row, texts: Sequence[str]) -> GivenFlag:
     """`--flag.key.inner value`, a piece of JSON."""
     if not texts:
-        return Given(name, row, (), None, f"{name} has no value")
+        return GivenFlag(name, row, (), None, f"{name} has no value")
     value: Any = _json_or_text(texts[0])
     keys = name.partition(".")[2].split(".")
     if keys[-1].endswith("+"):
         keys[-1], value = keys[-1][:-1], [_json_or_text(part) for part in texts[0].split(",")]
     for key in reversed(keys):
         value = {key: value}
-    return Given(name, row, tuple(texts), value)
+    return GivenFlag(name, row, tuple(texts), value)
 
 
 def _json_or_text(text: str) -> Any:

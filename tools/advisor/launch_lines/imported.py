@@ -14,9 +14,9 @@ from ...builder.targets import target
 from ...serve.lines import HOSTS, Server, notes_of, paired
 from ...serve.options import BOTH, DECODE, PREFILL
 from .commands import build_command, build_commands, place_of, replicated
-from .facts import Facts
-from .findings import Finding, findings_of, router_findings
-from .flags import Given, read_flags
+from .facts import LaunchFacts
+from .findings import LaunchFinding, findings_of, router_findings
+from .flags import GivenFlag, read_flags
 from .launches import Launch, launches
 from .proposal import Named, Proposal, named, propose
 from .shell import Script, read
@@ -46,7 +46,7 @@ class Role:
     name: str
     engine: str
     lines: tuple[int, ...]
-    findings: tuple[Finding, ...]
+    findings: tuple[LaunchFinding, ...]
     proposal: Proposal | None = None
     servers: tuple[Server, ...] = ()
     routes: tuple[str, ...] = ()
@@ -75,7 +75,7 @@ class Imported:
     roles: tuple[Role, ...]
 
     @property
-    def findings(self) -> list[Finding]:
+    def findings(self) -> list[LaunchFinding]:
         """Those of all roles, equal ones once."""
         return list({(f.name, f.given, f.status, f.why): f for role in self.roles for f in role.findings}.values())
 
@@ -151,7 +151,7 @@ class _Shared:
     among: frozenset[str]
     known: Mapping[Any, Named]
 
-    def propose(self, facts: Facts, out: str | None) -> Proposal:
+    def propose(self, facts: LaunchFacts, out: str | None) -> Proposal:
         """The build of one of them."""
         same = self.known.get(facts.values.get("model"))
         if same is None or named(facts, self.model, self.target).known:
@@ -160,13 +160,13 @@ class _Shared:
         return propose(facts, same.model, self.target, out, self.among, schemes.pop() if len(schemes) == 1 else None)
 
 
-def _shared_rows(servers: Sequence[Facts], model: str | None, target_name: str | None) -> frozenset[str]:
+def _shared_rows(servers: Sequence[LaunchFacts], model: str | None, target_name: str | None) -> frozenset[str]:
     """Ids of the deployments that most servers of a script may be: prefill and decode servers of one script are one deployment."""
     counts = Counter(row.id for facts in servers for row, _ in named(facts, model, target_name).rows)
     return frozenset(name for name, count in counts.items() if count == max(counts.values()))
 
 
-def _facts_of(group: Sequence[_Read]) -> Facts:
+def _facts_of(group: Sequence[_Read]) -> LaunchFacts:
     """The facts of an instance, with how many machines and instances its launches are for."""
     facts = group[0].facts
     seen = {repr(each.facts.values.get("node_rank", each.facts.values.get("dp_start"))) for each in group}
@@ -180,8 +180,8 @@ class _Read:
     """A launch whose words were read."""
 
     launch: Launch
-    given: tuple[Given, ...]
-    facts: Facts = field(hash=False)
+    given: tuple[GivenFlag, ...]
+    facts: LaunchFacts = field(hash=False)
 
     @property
     def settings(self) -> tuple[Any, ...]:
@@ -197,12 +197,12 @@ def _instances(found: Sequence[Launch]) -> list[list[_Read]]:
     for launch in found:
         table = engine(launch.engine)
         given = tuple(_with_model(read_flags(launch.words, table), launch.engine))
-        each = _Read(launch, given, Facts(launch.engine, _values(given)))
+        each = _Read(launch, given, LaunchFacts(launch.engine, _values(given)))
         groups.setdefault(each.settings, []).append(each)
     return list(groups.values())
 
 
-def _with_model(given: list[Given], name: str) -> list[Given]:
+def _with_model(given: list[GivenFlag], name: str) -> list[GivenFlag]:
     """Flags, where a first word that belongs to none is the model."""
     if name != "router" and given and not given[0].name:
         row = engine(name).flags["--model-path" if name == "sglang" else "--model"]
@@ -210,7 +210,7 @@ def _with_model(given: list[Given], name: str) -> list[Given]:
     return given
 
 
-def _values(given: Sequence[Given]) -> dict[str, Any]:
+def _values(given: Sequence[GivenFlag]) -> dict[str, Any]:
     """The last value of each rule's flags; JSON objects are merged, the later over the earlier."""
     values: dict[str, Any] = {}
     for each in given:
@@ -290,7 +290,7 @@ class _Serve:
         for name, value in [*other.variables.items(), *((name, " ".join(words[1:])) for name, words in other.options.items())]:
             self.values.setdefault(name, {})[value] = None
 
-    def several(self, facts: Facts) -> list[str]:
+    def several(self, facts: LaunchFacts) -> list[str]:
         """What is said of several instances of the same settings."""
         if facts.instances == 1:
             return []
@@ -359,7 +359,7 @@ def _paired(roles: Sequence[Role], groups: Sequence[Sequence[_Read]]) -> list[Ro
     return found
 
 
-def _unique(findings: Any) -> tuple[Finding, ...]:
+def _unique(findings: Any) -> tuple[LaunchFinding, ...]:
     return tuple({(f.name, f.given, f.kind): f for f in reversed(list(findings))}.values())[::-1]
 
 

@@ -23,7 +23,7 @@ from ...builder.settings.place import PREFILL_CP
 from ...builder.settings.table import SETTINGS
 from ...builder.targets import Target, target
 from ...notation import NO_PICTURES, PUBLISHED_ENCODE, format_buckets, format_prefill
-from .facts import ASCEND_NODE, Facts
+from .facts import ASCEND_NODE, LaunchFacts
 from .names import preset_of, unread_form
 from .published import ENGINES, matching, phase_of
 
@@ -87,7 +87,7 @@ class Named:
     rows: tuple[tuple[Deployment, Phase], ...]
 
 
-def named(facts: Facts, model: str | None = None, target_name: str | None = None) -> Named:
+def named(facts: LaunchFacts, model: str | None = None, target_name: str | None = None) -> Named:
     """The model of a line, and the deployments that it may be."""
     path = str(facts.values.get("model") or "MODEL")
     chosen = model or (path if _is_here(path) else preset_of(path) or path)
@@ -111,7 +111,7 @@ def named(facts: Facts, model: str | None = None, target_name: str | None = None
 
 
 def propose(
-    facts: Facts,
+    facts: LaunchFacts,
     model: str | None = None,
     target_name: str | None = None,
     out: str | None = None,
@@ -146,7 +146,7 @@ def _is_here(path: str) -> bool:
     return file_named(Path(path) / "config.json") is not None
 
 
-def _target(facts: Facts, name: str | None) -> tuple[Target, str]:
+def _target(facts: LaunchFacts, name: str | None) -> tuple[Target, str]:
     """The machine, and why where the line does not say it."""
     if name is not None:
         return target(name), ""
@@ -159,7 +159,7 @@ def _target(facts: Facts, name: str | None) -> tuple[Target, str]:
     ), f"target {DEFAULT_TARGET}: {facts.npus_per_node()} NPUs on a machine may be an A2 too (--target ascend-a2)"
 
 
-def _published(facts: Facts, model: str, rows: list[tuple[Deployment, Phase]], assumed: tuple[str, ...], out: str | None) -> Proposal:
+def _published(facts: LaunchFacts, model: str, rows: list[tuple[Deployment, Phase]], assumed: tuple[str, ...], out: str | None) -> Proposal:
     row = rows[0][0]
     arguments = (
         {"deployment": row.id} | ({"phase": facts.role} if facts.role != "mixed" else {}) | _precision(facts, registry.find(row.model))
@@ -174,7 +174,9 @@ def _published(facts: Facts, model: str, rows: list[tuple[Deployment, Phase]], a
     return _checked(_planned(Proposal(model, True, arguments, row.target, row, also, assumed)))
 
 
-def _derived(facts: Facts, model: str, known: bool, machine: Target, assumed: list[str], out: str | None, scheme: str | None) -> Proposal:
+def _derived(
+    facts: LaunchFacts, model: str, known: bool, machine: Target, assumed: list[str], out: str | None, scheme: str | None
+) -> Proposal:
     """A build of the line's own sizes, derived as those of a published deployment are."""
     source = None
     if known:
@@ -232,13 +234,13 @@ def _checked(proposal: Proposal) -> Proposal:
     return replace(proposal, memory=memory)
 
 
-def _context_note(facts: Facts, source: registry.ModelSource) -> list[str]:
+def _context_note(facts: LaunchFacts, source: registry.ModelSource) -> list[str]:
     if facts.context is None:
         return [f"context: the line names none, which means the model's own, {source.max_position_embeddings} tokens (--max-model-len)"]
     return []
 
 
-def _drafts(facts: Facts, source: registry.ModelSource | None, draft: Mapping[str, str]) -> int:
+def _drafts(facts: LaunchFacts, source: registry.ModelSource | None, draft: Mapping[str, str]) -> int:
     """Drafts of a step; 0 where the head that the line asks for is not there."""
     own = source is None or (source.has_draft_head and not facts.eagle)
     return min(facts.drafts, MAX_DRAFTS) if own or draft else 0
@@ -249,7 +251,7 @@ def _heads() -> dict[str, str]:
     return {str(preset["target"]): name for name, preset in DRAFT_PRESETS.items()}
 
 
-def _draft(facts: Facts, model: str) -> dict[str, str]:
+def _draft(facts: LaunchFacts, model: str) -> dict[str, str]:
     """The draft model of the line: its directory where it is here, else the preset for the model if the line wants an EAGLE-3 head."""
     if not facts.drafts:
         return {}
@@ -259,7 +261,7 @@ def _draft(facts: Facts, model: str) -> dict[str, str]:
     return {"draft-model": _heads()[model]} if facts.eagle and model in _heads() else {}
 
 
-def _kept_states(facts: Facts, source: registry.ModelSource | None, machine: Target) -> dict[str, str]:
+def _kept_states(facts: LaunchFacts, source: registry.ModelSource | None, machine: Target) -> dict[str, str]:
     """Slots for states of prefixes, where the line wants prefixes kept and the model has states: builds for NPUs have none by default.
 
     Those of SGLang's option are of all dp groups and of requests in flight, too; where there is no number, a request in flight has one.
@@ -275,14 +277,14 @@ def _kept_states(facts: Facts, source: registry.ModelSource | None, machine: Tar
     return {"checkpoint-slots": str(kept)} if kept else {}
 
 
-def _pictures(facts: Facts, source: registry.ModelSource | None) -> dict[str, str]:
+def _pictures(facts: LaunchFacts, source: registry.ModelSource | None) -> dict[str, str]:
     """Encode sizes where the line says that pictures are taken, whose sizes it leaves open, or that none are."""
     if source is None or source.tower is None or facts.role == "decode" or facts.pictures is None:
         return {}
     return {"encode": PUBLISHED_ENCODE if facts.pictures else NO_PICTURES}
 
 
-def cache_of(facts: Facts, source: registry.ModelSource | None) -> str:
+def cache_of(facts: LaunchFacts, source: registry.ModelSource | None) -> str:
     """`--kv-cache-dtype` of a model by vllm-ascend's switches; "" where they say nothing, or what no build does."""
     latents, keys = facts.c8
     if (latents, keys) == (None, None) or not (source is None or hasattr(source.model.config, "index_topk")):
@@ -290,7 +292,7 @@ def cache_of(facts: Facts, source: registry.ModelSource | None) -> str:
     return {(True, True): "int8", (False, True): "int8-indexer", (False, False): "bfloat16"}.get((bool(latents), bool(keys)), "")
 
 
-def _precision(facts: Facts, source: registry.ModelSource | None) -> dict[str, str]:
+def _precision(facts: LaunchFacts, source: registry.ModelSource | None) -> dict[str, str]:
     """Types and memory that the line says."""
     arguments = {KV_CACHE_DTYPE.option: cache} if (cache := cache_of(facts, source)) else {}
     if facts.values.get("kv_cache_dtype") in ("int8", "bfloat16", "bf16"):

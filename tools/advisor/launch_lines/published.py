@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from ...builder.deployments import Deployment, Phase, deployments
-from .facts import Facts
+from .facts import LaunchFacts
 
 ENGINES = {"sglang": "sglang", "vllm": "vllm-ascend"}
 
 
-def phase_of(facts: Facts) -> Phase:
+def phase_of(facts: LaunchFacts) -> Phase:
     """The line as a phase of a deployment, which is what sizes are derived from."""
     mesh = facts.mesh
     requests = (facts.group_requests or max(facts.buckets, default=1)) * mesh.axis("dp")
@@ -29,7 +29,7 @@ def phase_of(facts: Facts) -> Phase:
     )
 
 
-def matching(facts: Facts, model: str | None, target: str | None) -> list[tuple[Deployment, Phase]]:
+def matching(facts: LaunchFacts, model: str | None, target: str | None) -> list[tuple[Deployment, Phase]]:
     """Rows of a model, with the phase that the line is, whose every published setting the line has.
 
     Args:
@@ -53,7 +53,7 @@ def _same(published: Phase, line: Phase) -> bool:
     return same_mesh and all(getattr(published, name) == getattr(line, name) for name in fields)
 
 
-def _same_scheme(row: Deployment, facts: Facts) -> bool:
+def _same_scheme(row: Deployment, facts: LaunchFacts) -> bool:
     """Whether the line's scheme, where it says one, is the row's."""
     scheme = facts.scheme
     return scheme is None or scheme == ("none" if row.quantization == "bf16" else row.quantization)

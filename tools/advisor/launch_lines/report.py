@@ -7,7 +7,7 @@ from itertools import zip_longest
 
 from ...builder.memory import GIB
 from ...serve.lines import OR_REPLICAS
-from .findings import Finding
+from .findings import LaunchFinding
 from .imported import Imported, Role
 from .proposal import Proposal
 from .verdicts import STATUSES
@@ -66,7 +66,7 @@ def _planned(proposal: Proposal) -> list[str]:
     return [f"  planned: {len(plan.buckets)} buckets, mesh {plan.mesh}, context {plan.limits.max_model_len}{held}"]
 
 
-def _table(findings: list[Finding]) -> list[str]:
+def _table(findings: list[LaunchFinding]) -> list[str]:
     """Flags beside what becomes of them, which is said once for all of which the same is true."""
     wide = min(max(len(finding.given) for finding in findings), 58)
     lines = []

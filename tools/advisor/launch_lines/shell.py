@@ -67,7 +67,7 @@ def read(text: str, variables: Mapping[str, str] | None = None, settings: Mappin
         variables: set before it begins.
         settings: variables that the user sets, which win over whatever the script sets them to.
     """
-    reader = _Reader(dict(variables or {}), dict(settings or {}))
+    reader = _LineReader(dict(variables or {}), dict(settings or {}))
     commands: list[list[Word]] = [[]]
     for token in tokens(text.replace("\r\n", "\n")):
         if isinstance(token, Word):
@@ -110,7 +110,7 @@ def number(text: str, variables: Mapping[str, str]) -> int | None:
     return result if result is not None and abs(result) < 2**63 else None
 
 
-class _Reader:
+class _LineReader:
     """Carries variables from command to command."""
 
     def __init__(self, variables: dict[str, str], settings: dict[str, str]) -> None:

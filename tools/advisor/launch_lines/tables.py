@@ -94,7 +94,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Engine:
+class ProgramFlags:
     """The flags of one program.
 
     Attributes:
@@ -120,14 +120,14 @@ class Engine:
 
 
 @cache
-def engine(name: str) -> Engine:
+def engine(name: str) -> ProgramFlags:
     """The engine of that name: "sglang", "vllm" or "router"."""
     if name == "router":
-        return Engine(name, ())
+        return ProgramFlags(name, ())
     rows = _rows(f"{name}.json")
     known = {each for row in rows for each in row.names}
     others = [of_topic(each) for each in _named(whole=True) if each.startswith("-") and each not in known]
-    return Engine(name, (*rows, *filter(None, others)), dashes=name == "vllm")
+    return ProgramFlags(name, (*rows, *filter(None, others)), dashes=name == "vllm")
 
 
 @cache

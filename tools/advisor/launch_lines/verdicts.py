@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from .facts import Facts
+from .facts import LaunchFacts
 from .proposal import Proposal
 from .tables import topics
 
@@ -32,7 +32,7 @@ class Verdict:
 class Context:
     """Where a flag stands: the facts of its line, and the build that is proposed for it."""
 
-    facts: Facts
+    facts: LaunchFacts
     proposal: Proposal
 
     @property

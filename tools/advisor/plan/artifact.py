@@ -22,11 +22,11 @@ from .asked import Asked
 from .prediction import ACCEPTED
 from .products import Array
 from .recipe import serve_command
-from .run import Latencies
-from .simulate import Setting, simulate
-from .system import Serving, Workload
+from .run import RunLatencies
+from .simulate import SimulatedSetting, simulate
+from .system import PlannedServing, Workload
 from .table import StepTable
-from .views import View, latency_lines, missed, workload_of
+from .views import PlanResult, latency_lines, missed, workload_of
 
 GraphSeconds = Callable[[GraphEntry, int], float]
 """Seconds of one step of a graph whose requests have so many cached tokens."""
@@ -35,7 +35,7 @@ _HOST_S = 1e-3
 """What the host is taken to add to a step on NPUs: assumed."""
 
 
-def artifact_view(path: Path, asked: Asked) -> View:
+def artifact_view(path: Path, asked: Asked) -> PlanResult:
     """The prediction of an artifact's server.
 
     Raises:
@@ -64,7 +64,7 @@ def artifact_view(path: Path, asked: Asked) -> View:
     accepted = asked.accepted or (min(ACCEPTED, drafts + 1.0) if drafts else 1.0)
     target_ms = asked.itl_target
     seen = serve(artifact, work, lambda entry, context: step_s(entry.bucket.name, context) + _HOST_S, accepted, target_ms)
-    command = serve_command(str(artifact.path), Serving(itl_target_ms=target_ms), work)
+    command = serve_command(str(artifact.path), PlannedServing(itl_target_ms=target_ms), work)
     data = {
         "artifact": str(artifact.path),
         "accepted": accepted,
@@ -87,20 +87,20 @@ def artifact_view(path: Path, asked: Asked) -> View:
     ]
     misses = " and ".join(missed(seen, asked.tpot, asked.ttft))
     refused = f"{artifact.path} does not meet the target: {misses}" if misses else ""
-    return View(
+    return PlanResult(
         data, lines, sorted(entry.bucket.batch for entry in artifact.manifest.graphs if kind_of(entry.bucket).decodes), refused=refused
     )
 
 
 def serve(
     artifact: Artifact, workload: Workload, seconds: GraphSeconds, accepted: float = 1.0, itl_target_ms: float | None = None
-) -> Latencies:
+) -> RunLatencies:
     """Serves a workload.
 
     Args:
         seconds: of a step, with what the host adds.
         accepted: tokens a step of a request.
-        itl_target_ms: of the server (`Serving`).
+        itl_target_ms: of the server (`PlannedServing`).
 
     Raises:
         SpecError: a request is longer than the artifact serves, or it has no bucket of one of both kinds.
@@ -129,9 +129,9 @@ def serve(
     chunk, most = max(q for _, q in prefill), max(b for b, _ in prefill)
     fixed = fixed_tokens(manifest)
     most_running = limits.num_request_slots - 1
-    serving = Serving("npucompile", most_running, chunk * most, chunk, most, itl_target_ms=itl_target_ms, fixed_tokens=fixed)
+    serving = PlannedServing("npucompile", most_running, chunk * most, chunk, most, itl_target_ms=itl_target_ms, fixed_tokens=fixed)
     rates: list[float] = per_request(accepted, 0.0, limits.drafts, workload.requests).tolist()
     pool = float((limits.num_pages - 1) * limits.page_size)
     sizes = tuple(sorted(entry.bucket for entry in (*prefill.values(), *decode)))
     dp = Mesh.parse(manifest.mesh).axis("dp")
-    return Latencies.of(workload, simulate(Setting(workload, serving, rates, dp, pool, table, prefill_s), sizes))
+    return RunLatencies.of(workload, simulate(SimulatedSetting(workload, serving, rates, dp, pool, table, prefill_s), sizes))

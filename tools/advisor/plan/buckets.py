@@ -11,10 +11,10 @@ import numpy as np
 
 from ....graphs.errors import SpecError
 from .decode import decode_seconds, kernels
-from .parameters import Parameters, fitted
+from .parameters import PlanParameters, fitted
 from .predict import Prediction
 from .products import Array
-from .system import Case
+from .system import LoadCase
 
 GRAPH_S = 3.1
 """Processor seconds of building one decode graph of Qwen3.5-397B: docs/lab/cpu.md."""
@@ -108,24 +108,24 @@ def shortest(lists: Sequence[BucketList]) -> BucketList:
     return next(each for each in lists if each.seconds <= lists[-1].seconds * (1 + ENOUGH))
 
 
-def step_seconds(case: Case, context: float, parameters: Parameters | None = None) -> Callable[[Array], Array]:
+def step_seconds(case: LoadCase, context: float, parameters: PlanParameters | None = None) -> Callable[[Array], Array]:
     """Seconds of a decode step of a case by rows of a group."""
     return lambda rows: decode_seconds(case.decode, parameters or fitted(), rows, context)
 
 
-def of_prediction(prediction: Prediction, case: Case, most: int, always: Collection[int] = ()) -> list[BucketList]:
+def of_prediction(prediction: Prediction, case: LoadCase, most: int, always: Collection[int] = ()) -> list[BucketList]:
     """The curve for the running batch sizes of a simulation."""
     return best_lists(prediction.trace.steps, step_seconds(case, middle(prediction, case)), most, always)
 
 
-def middle(prediction: Prediction, case: Case) -> float:
+def middle(prediction: Prediction, case: LoadCase) -> float:
     """The mean context of a simulation's steps."""
     total = sum(prediction.trace.decode_s.values())
     work = case.workload
     return sum(prediction.trace.context_s.values()) / total if total else work.mean_input + work.mean_output / 2
 
 
-def build_list(prediction: Prediction, case: Case, most: int) -> tuple[int, ...]:
+def build_list(prediction: Prediction, case: LoadCase, most: int) -> tuple[int, ...]:
     """The buckets of a build: the fewest that are good enough, the largest of which holds all that may run."""
     return shortest(of_prediction(prediction, case, most, {case.serving.max_running})).buckets
 
@@ -185,7 +185,7 @@ def prefill_sizes(
     return best
 
 
-def curve_lines(lists: Sequence[BucketList], case: Case, published: BucketList | None = None) -> list[str]:
+def curve_lines(lists: Sequence[BucketList], case: LoadCase, published: BucketList | None = None) -> list[str]:
     """The curve over the number of buckets as text: time lost to padding beside what each costs."""
     launches = kernels(case.decode)
     lines = [f"{'buckets':>7} {'padding %':>9} {'build s':>8} {'launches':>9}  list"]

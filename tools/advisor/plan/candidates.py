@@ -16,7 +16,7 @@ from .acceptance import accepted_of, spread_of
 from .memory import fixed_bytes, request_bytes, token_bytes
 from .published import machine_of
 from .shape import Shape
-from .system import Case, Layout, Machine, Scheme, Serving, System, Workload
+from .system import LoadCase, PlannedLayout, PlannedMachine, PlannedServing, Scheme, System, Workload
 from .traffic import share
 
 FRACTION = 0.8
@@ -35,7 +35,7 @@ class Question:
     Attributes:
         npus: ranks of all instances.
         tpot_ms, ttft_ms: targets; None for none.
-        itl_target_ms: of the servers (`Serving`); None leaves it to the search.
+        itl_target_ms: of the servers (`PlannedServing`); None leaves it to the search.
         schemes: quantisations to try.
         drafts: k to try; None tries `DRAFTS`.
         accepted: tokens a step; None takes published rows'.
@@ -65,7 +65,7 @@ class Candidate:
         share: of the workload that one instance gets is one in so many.
     """
 
-    case: Case
+    case: LoadCase
     scheme: str
     share: int
     deployment: str = ""
@@ -123,7 +123,7 @@ def candidates(question: Question) -> Iterator[Candidate]:
             yield from _disaggregated(question, prefill, decode, scheme, drafts, machine, min(chunks[-1], 4096), row)
 
 
-def layouts(question: Question, machine: Machine, npus: int | None = None) -> Iterator[tuple[Layout, str]]:
+def layouts(question: Question, machine: PlannedMachine, npus: int | None = None) -> Iterator[tuple[PlannedLayout, str]]:
     """Every legal split of the NPUs into instances, groups and ranks, and the row that a build of it names."""
     npus = npus or question.npus
     split_row = _row(question, lambda row: row.phase().ep == 1 and "mixed" in row.phases)
@@ -131,14 +131,14 @@ def layouts(question: Question, machine: Machine, npus: int | None = None) -> It
         for tp in _divisors(ranks):
             if not legal_tp(question.shape, tp, ranks, machine):
                 continue
-            layout = Layout(ranks // tp, tp, ranks > 1 and question.shape.experts > 0, instances=npus // ranks)
+            layout = PlannedLayout(ranks // tp, tp, ranks > 1 and question.shape.experts > 0, instances=npus // ranks)
             if not question.shape.experts or question.shape.experts % ranks == 0:
                 yield layout, ""
             if question.shape.experts and ranks > 1 and layout.dp == 1 and split_row and question.shape.expert_width % tp == 0:
                 yield replace(layout, spread=False), split_row.id
 
 
-def legal_tp(shape: Shape, tp: int, ranks: int, machine: Machine) -> bool:
+def legal_tp(shape: Shape, tp: int, ranks: int, machine: PlannedMachine) -> bool:
     """Whether heads divide by a group, and a group does not straddle nodes in a way that a build refuses."""
     heads = [shape.heads, *((shape.linear.key_heads, shape.linear.value_heads) if shape.linear else ())]
     kv_heads = [shape.kv_heads, *((shape.draft.kv_heads,) if shape.draft else ())]
@@ -152,7 +152,7 @@ def legal_tp(shape: Shape, tp: int, ranks: int, machine: Machine) -> bool:
     return ranks <= node or node % tp == 0
 
 
-def _split_layouts(question: Question, machine: Machine) -> Iterator[tuple[Layout, Layout, str]]:
+def _split_layouts(question: Question, machine: PlannedMachine) -> Iterator[tuple[PlannedLayout, PlannedLayout, str]]:
     """Instances that prefill and one that decodes, for models with a published split, which a build takes its phases from."""
     row = _row(question, lambda row: "prefill" in row.phases)
     if row is None:
@@ -167,10 +167,10 @@ def _split_layouts(question: Question, machine: Machine) -> Iterator[tuple[Layou
             for tp in (8, 4, 1):
                 if not legal_tp(question.shape, tp, own, machine) or question.shape.experts % own:
                     continue
-                prefill = Layout(own // tp, tp, question.shape.experts > 0, instances=instances)
+                prefill = PlannedLayout(own // tp, tp, question.shape.experts > 0, instances=instances)
                 for decode_tp in (1, 2, 4, 8):
                     if legal_tp(question.shape, decode_tp, decode_npus, machine) and question.shape.experts % decode_npus == 0:
-                        yield prefill, Layout(decode_npus // decode_tp, decode_tp, question.shape.experts > 0), row.id
+                        yield prefill, PlannedLayout(decode_npus // decode_tp, decode_tp, question.shape.experts > 0), row.id
 
 
 def _mixed(question: Question, system: System, scheme: str, chunks: Sequence[int], row: str) -> Iterator[Candidate]:
@@ -182,9 +182,9 @@ def _mixed(question: Question, system: System, scheme: str, chunks: Sequence[int
     for running, chunk, prompts in itertools.product(_limits(system, work), chunks, (1, 4)):
         if prompts <= max(running, 1):
             tokens = running * request_tokens(system, work)
-            serving = Serving("npucompile", running, chunk * prompts, chunk, prompts, memory_fraction=FRACTION, max_tokens=tokens)
+            serving = PlannedServing("npucompile", running, chunk * prompts, chunk, prompts, memory_fraction=FRACTION, max_tokens=tokens)
             serving = replace(serving, itl_target_ms=question.itl_target_ms)
-            yield Candidate(Case(single, serving, work, accepted, spread, assumed=why), scheme, layout.instances, row)
+            yield Candidate(LoadCase(single, serving, work, accepted, spread, assumed=why), scheme, layout.instances, row)
 
 
 def _limits(system: System, work: Workload) -> list[int]:
@@ -194,7 +194,14 @@ def _limits(system: System, work: Workload) -> list[int]:
 
 
 def _disaggregated(
-    question: Question, prefill: Layout, decode: Layout, scheme: str, drafts: int, machine: Machine, chunk: int, row: str
+    question: Question,
+    prefill: PlannedLayout,
+    decode: PlannedLayout,
+    scheme: str,
+    drafts: int,
+    machine: PlannedMachine,
+    chunk: int,
+    row: str,
 ) -> Iterator[Candidate]:
     work, weights = question.workload, Scheme.named(scheme, "bf16")
     system = System(question.shape, weights, decode, machine, drafts)
@@ -204,9 +211,9 @@ def _disaggregated(
     accepted, why = _accepted(question, drafts)
     for running in _limits(system, work):
         tokens = running * request_tokens(system, work)
-        serving = Serving("npucompile", running, chunk, chunk, 1, memory_fraction=FRACTION, max_tokens=tokens)
-        prefill_serving = Serving("npucompile", 4, max(chunk, max(work.inputs)), chunk, 1, memory_fraction=FRACTION)
-        case = Case(system, serving, work, accepted, spread_of(question.model, accepted), first, prefill_serving, why)
+        serving = PlannedServing("npucompile", running, chunk, chunk, 1, memory_fraction=FRACTION, max_tokens=tokens)
+        prefill_serving = PlannedServing("npucompile", 4, max(chunk, max(work.inputs)), chunk, 1, memory_fraction=FRACTION)
+        case = LoadCase(system, serving, work, accepted, spread_of(question.model, accepted), first, prefill_serving, why)
         yield Candidate(case, scheme, 1, row)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from .parameters import Parameters
+from .parameters import PlanParameters
 from .products import (
     LINEAR_BYTES,
     Array,
@@ -37,7 +37,7 @@ _HOST_PLAIN_MS = 1.0
 _EAGLE_KERNELS = 18
 
 
-def decode_parts(system: System, parameters: Parameters, batch: Any, context: Any) -> dict[str, Array]:
+def decode_parts(system: System, parameters: PlanParameters, batch: Any, context: Any) -> dict[str, Array]:
     """Seconds of a decode step by cause.
 
     Args:
@@ -55,7 +55,7 @@ def decode_parts(system: System, parameters: Parameters, batch: Any, context: An
     return {cause: parts[cause] for cause in CAUSES}
 
 
-def decode_seconds(system: System, parameters: Parameters, batch: Any, context: Any) -> Array:
+def decode_seconds(system: System, parameters: PlanParameters, batch: Any, context: Any) -> Array:
     """Seconds of a decode step; arguments as of `decode_parts`."""
     total: Array = np.sum(np.stack(list(decode_parts(system, parameters, batch, context).values())), axis=0)
     return total

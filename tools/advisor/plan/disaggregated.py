@@ -8,8 +8,8 @@ import math
 from .groups import Groups
 from .prefill import PrefillTime
 from .run import Trace
-from .simulate import Clients, Setting
-from .system import Serving, Workload
+from .simulate import Clients, SimulatedSetting
+from .system import PlannedServing, Workload
 from .waiting import waiting
 
 HANDOVER_S = 0.35
@@ -20,7 +20,7 @@ TRANSFER_BYTES_PER_S = 20e9
 class _Prefiller:
     """One instance: a queue, and the batch that it computes."""
 
-    def __init__(self, groups: int, serving: Serving, seconds: PrefillTime, workload: Workload) -> None:
+    def __init__(self, groups: int, serving: PlannedServing, seconds: PrefillTime, workload: Workload) -> None:
         self.groups, self.serving, self.seconds, self.work = groups, serving, seconds, workload
         self.queue = waiting(workload)
         self.batch: list[int] = []
@@ -52,7 +52,12 @@ class _Prefiller:
 
 
 def simulate_disaggregated(
-    setting: Setting, prefill_serving: Serving, prefill_groups: int, instances: int, transfer_bytes: float, decode_instances: int = 1
+    setting: SimulatedSetting,
+    prefill_serving: PlannedServing,
+    prefill_groups: int,
+    instances: int,
+    transfer_bytes: float,
+    decode_instances: int = 1,
 ) -> Trace:
     """Runs a workload.
 
@@ -136,7 +141,7 @@ def simulate_disaggregated(
     return trace
 
 
-def _place(groups: Groups, serving: Serving, index: int, turn: int, dp: int) -> int | None:
+def _place(groups: Groups, serving: PlannedServing, index: int, turn: int, dp: int) -> int | None:
     """The next group in turn that has a place and room; None where none has."""
     for offset in range(dp):
         group = (turn + offset) % dp

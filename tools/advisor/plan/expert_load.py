@@ -11,9 +11,9 @@ from ....models.expert_placement import by_default
 from ....models.registry import find
 from ...builder import expert_map
 from ...builder.expert_planner import imbalance
-from .parameters import Parameters
+from .parameters import PlanParameters
 from .predict import Prediction, predict
-from .system import Case
+from .system import LoadCase
 
 COPIES = 1
 """Copied experts of each rank, of the last placement."""
@@ -46,7 +46,7 @@ class ExpertLoad:
         }
 
 
-def placements(text: str, case: Case, parameters: Parameters) -> list[ExpertLoad]:
+def placements(text: str, case: LoadCase, parameters: PlanParameters) -> list[ExpertLoad]:
     """The case with experts in order, as planned from counts, and with a copied expert a rank.
 
     Args:

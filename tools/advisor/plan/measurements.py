@@ -22,7 +22,7 @@ class Measured:
 
 
 @dataclass(frozen=True)
-class Load:
+class MeasuredLoad:
     """A further measurement of a deployment's launch, under another load.
 
     Attributes:
@@ -65,10 +65,10 @@ def facts_of(name: str) -> Mapping[str, Any]:
 
 
 @cache
-def loads() -> Mapping[str, Load]:
+def loads() -> Mapping[str, MeasuredLoad]:
     """Loads by id: floors of public nightly tests, below which a run fails, so that what ran may be a few per cent faster."""
     rows = json.loads(Path(__file__).with_name("loads.json").read_text(encoding="utf-8"))
-    return {row["id"]: Load(**{**row, "measured": Measured(**row["measured"])}) for row in rows}
+    return {row["id"]: MeasuredLoad(**{**row, "measured": Measured(**row["measured"])}) for row in rows}
 
 
 @cache

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .prefill import expert_layer_bytes, weights_bytes
 from .products import attention_weights
-from .system import Serving, System
+from .system import PlannedServing, System
 
 
 def fixed_bytes(system: System) -> dict[str, float]:
@@ -39,7 +39,7 @@ def request_bytes(system: System) -> float:
     return shape.linear_layers * state * (1 + system.candidates)
 
 
-def pool_tokens(system: System, serving: Serving) -> float:
+def pool_tokens(system: System, serving: PlannedServing) -> float:
     """Tokens that a group's caches hold; 0 or less where weights and states alone exceed the memory."""
     free = serving.memory_fraction * system.machine.npu.usable_hbm_bytes - sum(fixed_bytes(system).values())
     free -= serving.max_running * request_bytes(system)

@@ -16,7 +16,7 @@ FILE = Path(__file__).with_name("parameters.json")
 
 
 @dataclass(frozen=True)
-class Parameters:
+class PlanParameters:
     """What is fitted to measurements; units and meanings are in `parameters.json`."""
 
     memory: float
@@ -40,7 +40,7 @@ class Parameters:
     prefill_rule: float
 
 
-NAMES = tuple(field.name for field in fields(Parameters))
+NAMES = tuple(field.name for field in fields(PlanParameters))
 
 
 @cache
@@ -61,18 +61,18 @@ def entries(path: Path = FILE) -> Mapping[str, Mapping[str, Any]]:
     return table
 
 
-def fitted(path: Path = FILE) -> Parameters:
+def fitted(path: Path = FILE) -> PlanParameters:
     """The values of a file.
 
     Raises:
         SpecError: as `entries`.
     """
-    return Parameters(**{name: float(entry["value"]) for name, entry in entries(path).items()})
+    return PlanParameters(**{name: float(entry["value"]) for name, entry in entries(path).items()})
 
 
-def priors() -> Parameters:
+def priors() -> PlanParameters:
     """The priors of the file."""
-    return Parameters(**{name: float(entry["prior"]) for name, entry in entries(FILE).items()})
+    return PlanParameters(**{name: float(entry["prior"]) for name, entry in entries(FILE).items()})
 
 
 def sigmas() -> list[float]:
@@ -80,11 +80,11 @@ def sigmas() -> list[float]:
     return [float(entries(FILE)[name]["sigma"]) for name in NAMES]
 
 
-def as_logs(parameters: Parameters) -> list[float]:
+def as_logs(parameters: PlanParameters) -> list[float]:
     """Natural logarithms, in the order of `NAMES`."""
     return [math.log(value) for value in asdict(parameters).values()]
 
 
-def of_logs(logs: list[float]) -> Parameters:
+def of_logs(logs: list[float]) -> PlanParameters:
     """The inverse of `as_logs`."""
-    return Parameters(*(math.exp(log) for log in logs))
+    return PlanParameters(*(math.exp(log) for log in logs))

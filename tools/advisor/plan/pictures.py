@@ -12,11 +12,11 @@ from typing import Any
 from ....graphs.errors import SpecError
 from ....graphs.steps.decode import DECODE
 from ....graphs.steps.prefill import PREFILL
-from .parameters import Parameters
+from .parameters import PlanParameters
 from .predict import Prediction, predict
-from .system import Case
+from .system import LoadCase
 
-Drawn = Sequence[tuple[str, Case, Prediction]]
+Drawn = Sequence[tuple[str, LoadCase, Prediction]]
 """A label, a case and its prediction; of the first, the timeline is drawn."""
 
 _POINTS = 7
@@ -24,7 +24,7 @@ _MOST_SPANS = 4000
 COLOURS = {DECODE.name: "#7aa6d8", PREFILL.name: "#e6a070"}
 
 
-def write(path: Path, title: str, drawn: Drawn, parameters: Parameters) -> None:
+def write(path: Path, title: str, drawn: Drawn, parameters: PlanParameters) -> None:
     """Writes the page: one file that needs nothing else.
 
     Raises:
@@ -36,7 +36,7 @@ def write(path: Path, title: str, drawn: Drawn, parameters: Parameters) -> None:
     path.write_text(f"{head}<body><h1>{html.escape(title)}</h1>{''.join(parts)}</body></html>", encoding="utf-8")
 
 
-def figures(drawn: Drawn, parameters: Parameters) -> list[Any]:
+def figures(drawn: Drawn, parameters: PlanParameters) -> list[Any]:
     """The pictures, in the order of the page."""
     objects = _plotly()
     shown = [
@@ -97,7 +97,7 @@ def timeline(objects: ModuleType, label: str, prediction: Prediction) -> Any:
     return _titled(figure, f"Simulated server: {label}", "seconds", "requests that decode, prompts of a group that prefill")
 
 
-def sensitivity(objects: ModuleType, label: str, case: Case, parameters: Parameters) -> Any:
+def sensitivity(objects: ModuleType, label: str, case: LoadCase, parameters: PlanParameters) -> Any:
     """TPOT and tok/s over tokens a step."""
     most = case.decode.candidates
     steps = [1 + (most - 1) * i / (_POINTS - 1) for i in range(_POINTS)]

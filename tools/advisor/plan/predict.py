@@ -16,11 +16,11 @@ from .acceptance import per_request
 from .decode import CAUSES, decode_parts, decode_seconds
 from .disaggregated import simulate_disaggregated
 from .memory import fixed_bytes, pool_tokens, request_bytes, token_bytes
-from .parameters import Parameters, fitted
+from .parameters import PlanParameters, fitted
 from .prefill import prefill_time
-from .run import Latencies, Trace
-from .simulate import Setting, simulate
-from .system import Case
+from .run import RunLatencies, Trace
+from .simulate import SimulatedSetting, simulate
+from .system import LoadCase
 from .table import StepTable, step_table
 
 CALIBRATED = {"tpot_ms": 0.09, "output_tok_s": 0.08, "ttft_ms": 0.35, "e2e_ms": 0.09}
@@ -31,7 +31,7 @@ _FUSED_TOKENS, _FUSED_RANKS = 50, 32
 
 
 @dataclass(frozen=True)
-class Prediction(Latencies):
+class Prediction(RunLatencies):
     """A prediction.
 
     Attributes:
@@ -70,7 +70,7 @@ class Prediction(Latencies):
         }
 
 
-def predict(case: Case, parameters: Parameters | None = None) -> Prediction:
+def predict(case: LoadCase, parameters: PlanParameters | None = None) -> Prediction:
     """Predicts a case.
 
     Args:
@@ -84,7 +84,7 @@ def predict(case: Case, parameters: Parameters | None = None) -> Prediction:
     return _summary(case, p, table, pool, _run(case, p, table, pool))
 
 
-def _decode_table(case: Case, p: Parameters) -> tuple[StepTable, float]:
+def _decode_table(case: LoadCase, p: PlanParameters) -> tuple[StepTable, float]:
     pool = pool_tokens(case.decode, case.serving)
     work = case.workload
     longest = max(i + o for i, o in zip(work.inputs, work.outputs, strict=True))
@@ -101,19 +101,19 @@ def _decode_table(case: Case, p: Parameters) -> tuple[StepTable, float]:
     return step_table(case.decode, p, most, float(min(work.inputs)), float(longest)), pool
 
 
-def _run(case: Case, p: Parameters, table: StepTable, pool: float) -> Trace:
+def _run(case: LoadCase, p: PlanParameters, table: StepTable, pool: float) -> Trace:
     work, layout = case.workload, case.decode.layout
     accepted: list[float] = per_request(case.accepted, case.spread, case.decode.drafts, work.requests).tolist()
     if case.prefill is None or case.prefill_serving is None:
         sizes = _sizes(case) if case.serving.policy == "npucompile" else ()
         groups = layout.dp * layout.instances
-        return simulate(Setting(work, case.serving, accepted, groups, pool, table, prefill_time(case.decode, p)), sizes)
-    setting = Setting(work, case.serving, accepted, layout.dp, pool, table, prefill_time(case.prefill, p))
+        return simulate(SimulatedSetting(work, case.serving, accepted, groups, pool, table, prefill_time(case.decode, p)), sizes)
+    setting = SimulatedSetting(work, case.serving, accepted, layout.dp, pool, table, prefill_time(case.prefill, p))
     first = case.prefill.layout
     return simulate_disaggregated(setting, case.prefill_serving, first.dp, first.instances, token_bytes(case.decode), layout.instances)
 
 
-def _sizes(case: Case) -> tuple[Bucket, ...]:
+def _sizes(case: LoadCase) -> tuple[Bucket, ...]:
     serving = case.serving
     chunk = serving.chunk or serving.budget
     many = min(serving.prompts, max(serving.budget // chunk, 1))
@@ -122,8 +122,8 @@ def _sizes(case: Case) -> tuple[Bucket, ...]:
     return (*decode, *(PREFILL.bucket(prompts, chunk) for prompts in sorted({1, many})))
 
 
-def _summary(case: Case, p: Parameters, table: StepTable, pool: float, trace: Trace) -> Prediction:
-    seen = Latencies.of(case.workload, trace)
+def _summary(case: LoadCase, p: PlanParameters, table: StepTable, pool: float, trace: Trace) -> Prediction:
+    seen = RunLatencies.of(case.workload, trace)
     parts, step_ms, padded = _parts(case, p, table, trace, seen.tpot_ms.mean)
     binding, why = _binding(case, parts, padded, trace, pool)
     centre = {
@@ -138,7 +138,7 @@ def _summary(case: Case, p: Parameters, table: StepTable, pool: float, trace: Tr
                       step_ms=step_ms, assumed=case.assumed)  # fmt: skip
 
 
-def memory_of(case: Case, pool: float) -> dict[str, float]:
+def memory_of(case: LoadCase, pool: float) -> dict[str, float]:
     """GiB of a rank by kind."""
     system, gib = case.decode, 2**30
     parts = {name: nbytes / gib for name, nbytes in fixed_bytes(system).items()}
@@ -148,7 +148,7 @@ def memory_of(case: Case, pool: float) -> dict[str, float]:
     return parts
 
 
-def _parts(case: Case, p: Parameters, table: StepTable, trace: Trace, tpot_ms: float) -> tuple[dict[str, float], float, float]:
+def _parts(case: LoadCase, p: PlanParameters, table: StepTable, trace: Trace, tpot_ms: float) -> tuple[dict[str, float], float, float]:
     """Causes of a token's time in ms, mean step in ms, and the share of a step that padding costs."""
     batches = np.asarray(sorted(trace.decode_s), dtype=int)
     seconds = np.asarray([trace.decode_s[b] for b in batches])
@@ -172,7 +172,7 @@ def _parts(case: Case, p: Parameters, table: StepTable, trace: Trace, tpot_ms: f
     return parts, step_ms, padded
 
 
-def _binding(case: Case, parts: Mapping[str, float], padded: float, trace: Trace, pool: float) -> tuple[str, str]:
+def _binding(case: LoadCase, parts: Mapping[str, float], padded: float, trace: Trace, pool: float) -> tuple[str, str]:
     total = sum(parts.values()) or 1.0
     if trace.retracted or trace.waiting > case.workload.requests / 20:
         return "memory", f"{pool:,.0f} tokens of a group's caches; {trace.retracted} requests lost theirs"
@@ -192,7 +192,7 @@ def _binding(case: Case, parts: Mapping[str, float], padded: float, trace: Trace
     return "decode", f"{largest} is {100 * parts[largest] / total:.0f} % of a token's time"
 
 
-def uncalibrated(case: Case) -> str:
+def uncalibrated(case: LoadCase) -> str:
     """The kernels of a case that no published measurement fixes; "" where all are."""
     shape, layout = case.decode.shape, case.decode.layout
     if shape.kind in ("linear", "sparse"):

@@ -9,7 +9,7 @@ from ....graphs.errors import SpecError
 from ....graphs.steps.table import kind_of
 from ....lowering.artifact.artifact import MANIFEST, Artifact, GraphEntry
 from ....lowering.ascend.cost.estimate import StepCost
-from ...bench.report import Column, Table, Value
+from ...bench.report import Column, ReportTable, Value
 from ...builder.deployments import Deployment, deployment, deployments
 from ...inspection.cost import step_cost
 
@@ -105,15 +105,15 @@ def named_row(artifact: Artifact) -> Deployment:
     return deployment(artifact.manifest.deployment)
 
 
-def table(rows: Sequence[dict[str, Value]], accepted: float) -> Table:
+def table(rows: Sequence[dict[str, Value]], accepted: float) -> ReportTable:
     """The table of all rows."""
     assumed = f"{accepted:g} accepted tokens a step are assumed where none are published, with k = 3"
     unmeasured = [row for row in rows if row["published_ms"] is None]
     missing = f"{len(unmeasured)} of {len(rows)} rows publish a target and no measurement: beside those nothing is validated"
-    return Table("prediction", "Estimated decode steps of published deployments", _COLUMNS, tuple(rows), (*_NOTES, assumed, missing))
+    return ReportTable("prediction", "Estimated decode steps of published deployments", _COLUMNS, tuple(rows), (*_NOTES, assumed, missing))
 
 
-def predictions(directory: Path, accepted: float) -> Table:
+def predictions(directory: Path, accepted: float) -> ReportTable:
     """The estimated decode step of each artifact in a directory, in the order of the published table.
 
     Raises:

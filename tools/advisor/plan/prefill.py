@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 
-from .parameters import Parameters
+from .parameters import PlanParameters
 from .products import LINEAR_BYTES, NORMAL, Speeds, attention_weights, collective, row_traffic
 from .system import System
 
@@ -16,7 +16,7 @@ _SPLIT_LAYER_S = 0.4e-3
 PrefillTime = Callable[[int, int, float, float], float]
 
 
-def prefill_time(system: System, parameters: Parameters) -> PrefillTime:
+def prefill_time(system: System, parameters: PlanParameters) -> PrefillTime:
     """Seconds of a prefill step, as a function of
 
     - prompts of the group with most of them,

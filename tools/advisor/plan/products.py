@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from .parameters import Parameters
+from .parameters import PlanParameters
 from .shape import Shape
-from .system import Layout, Machine
+from .system import PlannedLayout, PlannedMachine
 
 Array = npt.NDArray[np.float64]
 
@@ -30,7 +30,7 @@ SKEW = 0.6
 class Speeds:
     """A machine's speeds with the fitted fractions applied: bytes/s and operations/s."""
 
-    def __init__(self, machine: Machine, p: Parameters) -> None:
+    def __init__(self, machine: PlannedMachine, p: PlanParameters) -> None:
         self.machine, self.p = machine, p
         self.memory = machine.npu.hbm_bytes_per_s * p.memory
         self.stream = machine.npu.hbm_bytes_per_s * p.stream
@@ -133,7 +133,7 @@ def distinct_experts(tokens: Any, experts: int, per_token: int) -> Array:
     return result
 
 
-def experts(speeds: Speeds, shape: Shape, layout: Layout, tokens: Any, nbytes: float, shared_bytes: float) -> Any:
+def experts(speeds: Speeds, shape: Shape, layout: PlannedLayout, tokens: Any, nbytes: float, shared_bytes: float) -> Any:
     """The experts of a layer, router and shared expert included.
 
     Args:
@@ -168,7 +168,7 @@ NORMAL = {8: (146e9, 125e9), 16: (107e9, 103e9), 32: (102e9, 95e9), 64: (81e9, 9
 """Bytes/s of dispatch and combine of many tokens by ranks: sgl-project/sgl-kernel-npu README, DeepEP-Ascend performance."""
 
 
-def exchange(speeds: Speeds, shape: Shape, layout: Layout, tokens: Any) -> Any:
+def exchange(speeds: Speeds, shape: Shape, layout: PlannedLayout, tokens: Any) -> Any:
     """Dispatch and combine of a decode step.
 
     Fixed part and slope go through 137 us at 128 tokens a rank, 7168 wide, eight experts each, eight ranks, the mean of dispatch and

@@ -14,9 +14,9 @@ from ....models.registry import find
 from ...builder.deployments import MAX_CHUNK, Deployment, Phase, deployment, deployments, group_chunk
 from ...builder.targets import target
 from .acceptance import accepted_of, spread_of
-from .measurements import Load, facts_of, loads, measured
+from .measurements import MeasuredLoad, facts_of, loads, measured
 from .shape import Shape, shape_of
-from .system import Case, Layout, Machine, Scheme, Serving, System, Workload
+from .system import LoadCase, PlannedLayout, PlannedMachine, PlannedServing, Scheme, System, Workload
 
 INPUT, OUTPUT = 3500, 1500
 """Lengths that are assumed where a row publishes none: those of most rows."""
@@ -34,7 +34,7 @@ def _shape(model: str) -> Shape:
     return shape_of(find(model))
 
 
-def machine_of(name: str) -> Machine:
+def machine_of(name: str) -> PlannedMachine:
     """The NPU of a target.
 
     Raises:
@@ -43,10 +43,10 @@ def machine_of(name: str) -> Machine:
     npu = target(name).npu
     if npu is None:
         raise SpecError(f"speeds of target {name} are not known; legal are ascend-a3 and ascend-a2")
-    return Machine(name, npu, _HOP_S[name])
+    return PlannedMachine(name, npu, _HOP_S[name])
 
 
-def case_of(name: str, accepted: float | None = None, known: Collection[str] | None = None) -> Case:
+def case_of(name: str, accepted: float | None = None, known: Collection[str] | None = None) -> LoadCase:
     """The case of a published deployment, or of a load of one.
 
     Args:
@@ -64,7 +64,7 @@ def case_of(name: str, accepted: float | None = None, known: Collection[str] | N
     if name in _REFERENCE:
         like = _REFERENCE[name]
         case = case_of(like, accepted, known)
-        return Case(**{**vars(case), "assumed": (*case.assumed, f"{name} is no launch: predicted is that of {like}")})
+        return LoadCase(**{**vars(case), "assumed": (*case.assumed, f"{name} is no launch: predicted is that of {like}")})
     shape, phases = _shape(row.model), facts.get("phases", {})
     decoding = row.phase()
     systems = {phase.name: _system(row, phase, shape, phases.get(phase.name, {})) for phase in row.phases.values()}
@@ -79,7 +79,7 @@ def case_of(name: str, accepted: float | None = None, known: Collection[str] | N
             accepted, why = accepted_of(row.model, drafts, workload.mean_input, workload.mean_output, known)
             assumed.append(why)
     prefill = systems.get("prefill")
-    return Case(
+    return LoadCase(
         systems[decoding.name],
         servings[decoding.name],
         workload,
@@ -91,7 +91,7 @@ def case_of(name: str, accepted: float | None = None, known: Collection[str] | N
     )
 
 
-def _loaded(load: Load, accepted: float | None, known: Collection[str] | None) -> Case:
+def _loaded(load: MeasuredLoad, accepted: float | None, known: Collection[str] | None) -> LoadCase:
     base = case_of(load.deployment, known=known)
     system, serving, row = base.decode, base.serving, deployment(load.deployment)
     shape = _shape(load.model) if load.model else system.shape
@@ -125,7 +125,7 @@ def _loaded(load: Load, accepted: float | None, known: Collection[str] | None) -
 
 
 def _system(row: Deployment, phase: Phase, shape: Shape, facts: Mapping[str, Any]) -> System:
-    layout = Layout(
+    layout = PlannedLayout(
         phase.mesh.axis("dp"),
         phase.mesh.axis("tp"),
         phase.ep > 1,
@@ -138,12 +138,12 @@ def _system(row: Deployment, phase: Phase, shape: Shape, facts: Mapping[str, Any
     return System(shape, scheme, layout, machine_of(row.target), phase.num_speculative_tokens, phase.buckets)
 
 
-def _serving(row: Deployment, phase: Phase, facts: Mapping[str, Any], workload: Workload) -> Serving:
+def _serving(row: Deployment, phase: Phase, facts: Mapping[str, Any], workload: Workload) -> PlannedServing:
     chunk = group_chunk(row, phase)
     budget = facts.get("prefill_tokens", MAX_CHUNK)
     if chunk is not None:
         budget = min(budget, chunk) if "prefill_tokens" in facts else chunk
-    return Serving(
+    return PlannedServing(
         row.engine.partition("-")[0],
         max(-(-phase.max_running_requests // phase.mesh.axis("dp")), 1),
         budget,

@@ -18,10 +18,10 @@ from ...notation import PrefillSize, format_buckets, format_prefill
 from ...serve.lines import Server, alike, paired
 from .buckets import BucketList, build_list, prefill_sizes
 from .candidates import Candidate, Question
-from .parameters import Parameters, fitted
+from .parameters import PlanParameters, fitted
 from .prefill import prefill_time
 from .search import Found
-from .system import Layout, Serving, Workload
+from .system import PlannedLayout, PlannedServing, Workload
 
 MOST_BUCKETS = 16
 """Decode buckets of a build; published rows have 1 to 17."""
@@ -61,7 +61,7 @@ def options_of(question: Question, found: Found, most_buckets: int = MOST_BUCKET
     ]
 
 
-def prefill_of(candidate: Candidate, parameters: Parameters | None = None) -> BucketList:
+def prefill_of(candidate: Candidate, parameters: PlanParameters | None = None) -> BucketList:
     """Sizes for one prompt: the candidate's chunk, and the smaller ones that lose least to the padding of what is left of prompts."""
     system = candidate.case.prefill or candidate.case.decode
     seconds = prefill_time(system, parameters or fitted())
@@ -113,7 +113,7 @@ def command_of(options: Options) -> str:
     return "npucompile build " + shlex.join(arguments(options))
 
 
-def serve_command(subject: str, serving: Serving, work: Workload) -> str:
+def serve_command(subject: str, serving: PlannedServing, work: Workload) -> str:
     """The command line of the server that was simulated.
 
     Args:
@@ -137,11 +137,11 @@ def serve_commands(question: Question, candidate: Candidate) -> list[str]:
     return [line for server in paired(servers) for line in server.lines()]
 
 
-def _mesh(layout: Layout) -> Mesh:
+def _mesh(layout: PlannedLayout) -> Mesh:
     return Mesh.parse(f"dp={layout.dp},tp={layout.tp}")
 
 
-def _serve_options(serving: Serving, work: Workload) -> tuple[str, ...]:
+def _serve_options(serving: PlannedServing, work: Workload) -> tuple[str, ...]:
     words = list[str]()
     if serving.itl_target_ms is not None:
         words += ["--itl-target", f"{serving.itl_target_ms:g}"]

@@ -13,7 +13,7 @@ from .products import Array
 from .system import Workload
 
 
-class Span(NamedTuple):
+class PhaseSpan(NamedTuple):
     """A stretch of equal steps: "decode" or "prefill", its largest group, and the requests that run."""
 
     start_s: float
@@ -50,7 +50,7 @@ class Trace:
     running_s: float = 0.0
     stalled_s: float = 0.0
     gaps: list[tuple[float, int]] = field(default_factory=list)
-    spans: list[Span] = field(default_factory=list)
+    spans: list[PhaseSpan] = field(default_factory=list)
     prefill_busy_s: float = 0.0
     retracted: int = 0
     waiting: int = 0
@@ -62,14 +62,14 @@ class Trace:
         self.decode_s[rows] += taken
         self.context_s[rows] += taken * context
         self.running_s += taken * running
-        self.spans.append(Span(start_s, start_s + taken, "decode", rows, running))
+        self.spans.append(PhaseSpan(start_s, start_s + taken, "decode", rows, running))
 
     @property
     def makespan_s(self) -> float:
         return max(self.end) - min(self.sent)
 
 
-class Spread(NamedTuple):
+class LatencySpread(NamedTuple):
     """Mean and percentiles of a latency."""
 
     mean: float
@@ -78,34 +78,34 @@ class Spread(NamedTuple):
     p99: float
 
     @staticmethod
-    def of(values: Array) -> Spread:
+    def of(values: Array) -> LatencySpread:
         """Of equally weighted values."""
-        return Spread(float(values.mean()), *(float(x) for x in np.percentile(values, (50, 95, 99))))
+        return LatencySpread(float(values.mean()), *(float(x) for x in np.percentile(values, (50, 95, 99))))
 
     def as_dict(self) -> Mapping[str, float]:
         """Plain values, three decimals."""
         return {name: round(value, 3) for name, value in self._asdict().items()}
 
 
-def by_priority(values: Array, priorities: Sequence[int]) -> dict[int, Spread]:
+def by_priority(values: Array, priorities: Sequence[int]) -> dict[int, LatencySpread]:
     """Of the values of each priority's requests, most urgent first; of none where all are of one."""
     levels = sorted(set(priorities))
-    return {level: Spread.of(values[np.asarray(priorities) == level]) for level in levels} if len(levels) > 1 else {}
+    return {level: LatencySpread.of(values[np.asarray(priorities) == level]) for level in levels} if len(levels) > 1 else {}
 
 
-def weighted(pairs: list[tuple[float, int]]) -> Spread:
+def weighted(pairs: list[tuple[float, int]]) -> LatencySpread:
     """Of values that each count several times."""
     if not pairs:
-        return Spread(0.0, 0.0, 0.0, 0.0)
+        return LatencySpread(0.0, 0.0, 0.0, 0.0)
     values, counts = (np.asarray(column, dtype=float) for column in zip(*pairs, strict=True))
     order = np.argsort(values)
     values, total = values[order], np.cumsum(counts[order])
     marks = (float(values[min(int(np.searchsorted(total, q * total[-1])), len(values) - 1)]) for q in (0.5, 0.95, 0.99))
-    return Spread(float((values * counts[order]).sum() / total[-1]), *marks)
+    return LatencySpread(float((values * counts[order]).sum() / total[-1]), *marks)
 
 
 @dataclass(frozen=True)
-class Latencies:
+class RunLatencies:
     """What clients of a simulated server see; times in ms.
 
     Attributes:
@@ -116,25 +116,25 @@ class Latencies:
         priority_ttft_ms: ttft_ms of the requests of each priority, where there are several.
     """
 
-    tpot_ms: Spread
-    ttft_ms: Spread
-    e2e_ms: Spread
-    itl_ms: Spread
+    tpot_ms: LatencySpread
+    ttft_ms: LatencySpread
+    e2e_ms: LatencySpread
+    itl_ms: LatencySpread
     output_tok_s: float
     trace: Trace
-    priority_ttft_ms: Mapping[int, Spread]
+    priority_ttft_ms: Mapping[int, LatencySpread]
 
     @staticmethod
-    def of(workload: Workload, trace: Trace) -> Latencies:
+    def of(workload: Workload, trace: Trace) -> RunLatencies:
         """The latencies of a run."""
         sent, first, end = (np.asarray(times) * 1e3 for times in (trace.sent, trace.first, trace.end))
         outputs = np.asarray(workload.outputs, dtype=float)
         several = outputs > 1
         tpot = (end - first)[several] / (outputs - 1)[several] if several.any() else np.zeros(1)
-        return Latencies(
-            Spread.of(tpot),
-            Spread.of(first - sent),
-            Spread.of(end - sent),
+        return RunLatencies(
+            LatencySpread.of(tpot),
+            LatencySpread.of(first - sent),
+            LatencySpread.of(end - sent),
             weighted([(gap * 1e3, count) for gap, count in trace.gaps]),
             float(outputs.sum()) / trace.makespan_s,
             trace,

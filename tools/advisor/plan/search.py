@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from ....graphs.errors import SpecError
 from .candidates import Candidate, Question, candidates
 from .decode import decode_parts
-from .parameters import Parameters
+from .parameters import PlanParameters
 from .predict import Prediction, predict
 from .prefill import prefill_time
 from .traffic import shortened
@@ -41,7 +41,7 @@ class Found:
 
 
 @dataclass(frozen=True)
-class Answer:
+class PlanAnswer:
     """The best candidates, best first, how many were tried, and how many of those were simulated."""
 
     best: Sequence[Found]
@@ -54,7 +54,7 @@ class Answer:
         return any(found.meets for found in self.best)
 
 
-def search(question: Question, parameters: Parameters) -> Answer:
+def search(question: Question, parameters: PlanParameters) -> PlanAnswer:
     """The best candidates: those that meet the target by throughput, then those that come closest to it.
 
     Raises:
@@ -71,10 +71,10 @@ def search(question: Question, parameters: Parameters) -> Answer:
     finalists = _distinct(_ranked(question, found))[:_FINALISTS]
     whole = [_found(question, each.candidate, parameters, None) for each in finalists]
     whole += [_found(question, each, parameters, None) for found in whole for each in _with_gaps(question, found)]
-    return Answer(_ranked(question, whole)[:KEPT], len(every), len(tried))
+    return PlanAnswer(_ranked(question, whole)[:KEPT], len(every), len(tried))
 
 
-def estimate(question: Question, candidate: Candidate, parameters: Parameters) -> tuple[float, float]:
+def estimate(question: Question, candidate: Candidate, parameters: PlanParameters) -> tuple[float, float]:
     """How far a candidate is over the target, and tokens/s with a minus: what it would do without queues, drains and padding.
 
     A request takes its share of decode steps and of prefill steps, which follow one another on one instance and overlap on several.
@@ -101,7 +101,7 @@ def estimate(question: Question, candidate: Candidate, parameters: Parameters) -
     return over, -work.mean_output * candidate.share / request
 
 
-def _found(question: Question, candidate: Candidate, parameters: Parameters, waves: int | None) -> Found:
+def _found(question: Question, candidate: Candidate, parameters: PlanParameters, waves: int | None) -> Found:
     case = candidate.case if waves is None else replace(candidate.case, workload=shortened(candidate.case.workload, waves))
     prediction = predict(case, parameters)
     tpot, ttft = prediction.tpot_ms.mean, prediction.ttft_ms.mean

@@ -32,7 +32,7 @@ class Indexer:
 
 
 @dataclass(frozen=True)
-class Linear:
+class LinearShape:
     """The delta rule: heads of keys and values, and their widths."""
 
     key_heads: int
@@ -75,7 +75,7 @@ class Shape:
     latent: Latent | None = None
     indexer: Indexer | None = None
     linear_layers: int = 0
-    linear: Linear | None = None
+    linear: LinearShape | None = None
     dense_layers: int = 0
     dense_width: int = 0
     expert_layers: int = 0
@@ -119,7 +119,7 @@ def shape_of(source: ModelSource | str) -> Shape:
     indexer = Indexer(config.index_n_heads, config.index_head_dim, config.index_topk, config.num_indexers / layers) if (
         hasattr(config, "index_topk")
     ) else None  # fmt: skip
-    linear = Linear(
+    linear = LinearShape(
         config.linear_num_key_heads, config.linear_num_value_heads, config.linear_key_head_dim, config.linear_value_head_dim
     ) if linear_layers else None  # fmt: skip
     shared = getattr(config, "shared_expert_intermediate_size", 0)

@@ -18,8 +18,8 @@ from ....runtime.scheduler.step_times import in_time
 from ....runtime.steps.sizes import Cost, choose, choose_prefill, default_fixed_tokens, price
 from .groups import Groups
 from .prefill import PrefillTime
-from .run import Span, Trace
-from .system import Serving, Workload
+from .run import PhaseSpan, Trace
+from .system import PlannedServing, Workload
 from .table import StepTable
 from .waiting import Waiting, waiting
 
@@ -53,7 +53,7 @@ class Clients:
 
 
 @dataclass(frozen=True)
-class Setting:
+class SimulatedSetting:
     """What is simulated.
 
     Attributes:
@@ -63,7 +63,7 @@ class Setting:
     """
 
     workload: Workload
-    serving: Serving
+    serving: PlannedServing
     accepted: Sequence[float]
     dp: int
     pool_tokens: float
@@ -71,7 +71,7 @@ class Setting:
     prefill: PrefillTime
 
 
-def simulate(setting: Setting, sizes: tuple[Bucket, ...] = ()) -> Trace:
+def simulate(setting: SimulatedSetting, sizes: tuple[Bucket, ...] = ()) -> Trace:
     """Runs a workload.
 
     Args:
@@ -88,7 +88,7 @@ def _bucket(sizes: tuple[Bucket, ...], remaining: tuple[tuple[int, ...], ...], f
 
 
 class _Mixed:
-    def __init__(self, setting: Setting, sizes: tuple[Bucket, ...]) -> None:
+    def __init__(self, setting: SimulatedSetting, sizes: tuple[Bucket, ...]) -> None:
         workload, serving, dp = setting.workload, setting.serving, setting.dp
         n = workload.requests
         self.work, self.serving, self.table, self.prefill, self.sizes = workload, serving, setting.table, setting.prefill, sizes
@@ -277,7 +277,7 @@ class _Mixed:
         self.stall += seconds
         done = self._advance(parts)
         start, self.now = self.now, self.now + seconds
-        self.trace.spans.append(Span(start, self.now, "prefill", max(map(len, parts.values())), groups.running))
+        self.trace.spans.append(PhaseSpan(start, self.now, "prefill", max(map(len, parts.values())), groups.running))
         self._deliver_firsts(self.now)
         for group, index in done:
             groups.start(group, index, self.remaining)

@@ -9,7 +9,7 @@ from .shape import Shape
 
 
 @dataclass(frozen=True)
-class Machine:
+class PlannedMachine:
     """An NPU and the time between two of them; an Atlas A3's by default.
 
     Attributes:
@@ -40,7 +40,7 @@ class Scheme:
 
 
 @dataclass(frozen=True)
-class Layout:
+class PlannedLayout:
     """How an instance is spread over NPUs.
 
     Attributes:
@@ -80,8 +80,8 @@ class System:
 
     shape: Shape
     scheme: Scheme
-    layout: Layout
-    machine: Machine
+    layout: PlannedLayout
+    machine: PlannedMachine
     drafts: int = 0
     buckets: tuple[int, ...] = ()
 
@@ -92,7 +92,7 @@ class System:
 
 
 @dataclass(frozen=True)
-class Serving:
+class PlannedServing:
     """How steps are chosen.
 
     Attributes:
@@ -166,7 +166,7 @@ class Workload:
 
 
 @dataclass(frozen=True)
-class Case:
+class LoadCase:
     """Everything of a prediction.
 
     Attributes:
@@ -177,10 +177,10 @@ class Case:
     """
 
     decode: System
-    serving: Serving
+    serving: PlannedServing
     workload: Workload
     accepted: float = 1.0
     spread: float = 0.0
     prefill: System | None = None
-    prefill_serving: Serving | None = None
+    prefill_serving: PlannedServing | None = None
     assumed: tuple[str, ...] = field(default=())

@@ -9,7 +9,7 @@ from functools import partial
 import numpy as np
 
 from .decode import decode_seconds
-from .parameters import Parameters
+from .parameters import PlanParameters
 from .products import Array
 from .system import System
 
@@ -77,7 +77,7 @@ class StepTable:
         return row[left] + (row[left + 1] - row[left]) * (place - left)
 
 
-def step_table(system: System, parameters: Parameters, most: int, shortest: float, longest: float) -> StepTable:
+def step_table(system: System, parameters: PlanParameters, most: int, shortest: float, longest: float) -> StepTable:
     """The table of a system whose groups have up to `most` requests.
 
     Beyond the largest bucket a step runs with the rows that it has, as the published engines do without a captured graph.

@@ -13,9 +13,9 @@ from ....models import encode_step
 from ....models.quant.recipes import formats_of_scheme
 from ....models.registry import find
 from ...notation import DEFAULT_ENCODE
-from .parameters import Parameters
+from .parameters import PlanParameters
 from .products import Speeds, product
-from .system import Machine
+from .system import PlannedMachine
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class TowerCost:
         return {**vars(self), "encode_ms": {str(patches): ms for patches, ms in self.encode_ms.items()}}
 
 
-def tower_cost(model: str, quantization: str, machine: Machine, parameters: Parameters) -> TowerCost | None:
+def tower_cost(model: str, quantization: str, machine: PlannedMachine, parameters: PlanParameters) -> TowerCost | None:
     """Of a preset; None of one that takes text alone, or whose tower is not published.
 
     Args:

@@ -24,13 +24,13 @@ from .candidates import Question, schemes_of, stored_scheme
 from .expert_load import placements
 from .listing import as_commands, buildable, commands_of
 from .measurements import measured
-from .parameters import FILE, Parameters, fitted
+from .parameters import FILE, PlanParameters, fitted
 from .predict import Prediction, predict
 from .published import case_of
-from .run import Latencies, Spread
-from .search import Answer, Found, excess, search
+from .run import LatencySpread, RunLatencies
+from .search import Found, PlanAnswer, excess, search
 from .shape import shape_of
-from .system import Case, Workload
+from .system import LoadCase, Workload
 from .tower import tower_cost
 from .traffic import of_lengths, of_trace
 
@@ -38,7 +38,7 @@ NPUS_A_CARD = {"ascend-a3": 2, "ascend-a2": 1}
 
 
 @dataclass(frozen=True)
-class View:
+class PlanResult:
     """A result: as JSON, as text, as a picture.
 
     Attributes:
@@ -53,7 +53,7 @@ class View:
     refused: str = ""
 
 
-def deployment_view(name: str, asked: Asked) -> View:
+def deployment_view(name: str, asked: Asked) -> PlanResult:
     """A published row.
 
     Raises:
@@ -98,10 +98,10 @@ def deployment_view(name: str, asked: Asked) -> View:
         data["commands"] = as_commands(row)
     misses = " and ".join(missed(prediction, asked.tpot, asked.ttft))
     refused = f"{name} does not meet the target: {misses}" if misses else ""
-    return View(data, lines, chosen, lambda path: pictures.write(path, name, [(name, case, prediction)], parameters), refused)
+    return PlanResult(data, lines, chosen, lambda path: pictures.write(path, name, [(name, case, prediction)], parameters), refused)
 
 
-def search_view(model: str, asked: Asked) -> View:
+def search_view(model: str, asked: Asked) -> PlanResult:
     """The best layouts for a model and its traffic.
 
     Raises:
@@ -146,7 +146,7 @@ def search_view(model: str, asked: Asked) -> View:
     title = f"{question.model} on {question.npus} NPUs of {question.target}"
     drawn = [(found.candidate.label, found.candidate.case, found.prediction) for found in answer.best]
     chosen = buckets.shortest(lists).buckets if lists else (case.serving.max_running,)
-    return View(data, lines, chosen, lambda path: pictures.write(path, title, drawn, parameters), refused)
+    return PlanResult(data, lines, chosen, lambda path: pictures.write(path, title, drawn, parameters), refused)
 
 
 def question_of(model: str, asked: Asked) -> Question:
@@ -195,7 +195,7 @@ def workload_of(asked: Asked) -> Workload:
     return of_lengths(asked.inputs, asked.outputs, asked.concurrency, asked.requests, asked.rate, asked.shared_prefix)
 
 
-def with_traffic(case: Case, row: Deployment, asked: Asked) -> Case:
+def with_traffic(case: LoadCase, row: Deployment, asked: Asked) -> LoadCase:
     """The case of a published row with the traffic that options describe in place of its own, each part by itself.
 
     Raises:
@@ -222,13 +222,13 @@ def with_traffic(case: Case, row: Deployment, asked: Asked) -> Case:
     return replace(case, workload=work)
 
 
-def missed(seen: Latencies, tpot_ms: float | None, ttft_ms: float | None) -> list[str]:
+def missed(seen: RunLatencies, tpot_ms: float | None, ttft_ms: float | None) -> list[str]:
     """Targets that latencies miss, with both sides."""
     pairs = (("TPOT", tpot_ms, seen.tpot_ms.mean), ("TTFT", ttft_ms, seen.ttft_ms.mean))
     return [f"{name} {got:,.1f} ms (asked: {asked:g})" for name, asked, got in pairs if asked is not None and got > asked]
 
 
-def refusal_of(question: Question, answer: Answer, parameters: Parameters) -> str:
+def refusal_of(question: Question, answer: PlanAnswer, parameters: PlanParameters) -> str:
     """Which target nothing meets, what comes closest, and what binds it."""
     closest = answer.best[0]
     misses = " and ".join(missed(closest.prediction, question.tpot_ms, question.ttft_ms))
@@ -236,7 +236,7 @@ def refusal_of(question: Question, answer: Answer, parameters: Parameters) -> st
     return f"none of {answer.tried} layouts meets the target; closest is {closest.candidate.label} with {misses}. {binds}"
 
 
-def _advice(question: Question, closest: Found, parameters: Parameters) -> str:
+def _advice(question: Question, closest: Found, parameters: PlanParameters) -> str:
     """What would come nearer: fewer requests, if one alone is fast enough."""
     case = closest.candidate.case
     alone = float(buckets.step_seconds(case, case.workload.mean_input, parameters)(np.ones(1))[0]) * 1e3 / case.accepted
@@ -263,7 +263,7 @@ def prediction_lines(prediction: Prediction) -> list[str]:
     return [*lines, *(f"assumed    {text}" for text in prediction.assumed)]
 
 
-def latency_lines(itl_ms: Spread, priority_ttft_ms: Mapping[int, Spread]) -> list[str]:
+def latency_lines(itl_ms: LatencySpread, priority_ttft_ms: Mapping[int, LatencySpread]) -> list[str]:
     """Gaps between deliveries, and first tokens by priority where there are several, as text."""
     lines = [f"gaps       {itl_ms.median:.1f} ms in the median, {itl_ms.p95:.1f} for 95 %, {itl_ms.p99:.1f} for 99 %"]
     for level, ttft in priority_ttft_ms.items():
@@ -271,7 +271,7 @@ def latency_lines(itl_ms: Spread, priority_ttft_ms: Mapping[int, Spread]) -> lis
     return lines
 
 
-def table_of(question: Question, answer: Answer) -> list[str]:
+def table_of(question: Question, answer: PlanAnswer) -> list[str]:
     """A line for each of the best layouts."""
     width = max(len(found.candidate.label) for found in answer.best)
     targeted = question.tpot_ms is not None or question.ttft_ms is not None
@@ -306,7 +306,7 @@ def published_rows(question: Question) -> list[dict[str, Any]]:
     ]
 
 
-def _header(question: Question, answer: Answer) -> list[str]:
+def _header(question: Question, answer: PlanAnswer) -> list[str]:
     work = question.workload
     sizes = (
         f"{work.mean_input:,.0f} tokens in, {work.mean_output:,.0f} out on average, {work.concurrency} in flight, {work.requests} requests"
@@ -343,7 +343,7 @@ def _as_dict(found: Found, refusal: str | None) -> dict[str, Any]:
 
 
 def _lists(
-    prediction: Prediction, case: Case, asked: Asked, always: Collection[int] = ()
+    prediction: Prediction, case: LoadCase, asked: Asked, always: Collection[int] = ()
 ) -> tuple[list[buckets.BucketList], buckets.BucketList | None]:
     """The curve of bucket lists, and the published list beside it."""
     steps: Mapping[int, float] = prediction.trace.steps
@@ -371,5 +371,5 @@ def _read(place: str) -> str:
         raise SpecError(f"--metrics {place}: {error}") from None
 
 
-def _parameters(asked: Asked) -> Parameters:
+def _parameters(asked: Asked) -> PlanParameters:
     return fitted(asked.file or FILE)

@@ -17,9 +17,9 @@ from typing import Any
 from ....graphs.errors import NpucompileError
 from .drive import drive
 from .http_streams import HttpStreams
-from .outcome import Arrival, Outcome, Told
-from .websocket import Target, Websocket
-from .workload import Prompt
+from .outcome import Arrival, ServerWord, StreamOutcome
+from .websocket import SocketTarget, Websocket
+from .workload import WorkloadPrompt
 
 
 class ApartClient:
@@ -40,7 +40,7 @@ class ApartClient:
     def __exit__(self, *_: object) -> None:
         self._process.communicate()
 
-    def serve(self, prompts: Sequence[Sequence[int]], tokens: int) -> tuple[Outcome, ...]:
+    def serve(self, prompts: Sequence[Sequence[int]], tokens: int) -> tuple[StreamOutcome, ...]:
         """Sends greedy requests that start together and run to so many tokens each.
 
         Raises:
@@ -62,18 +62,18 @@ class ApartClient:
         return outcomes
 
 
-def _read(fields: dict[str, Any]) -> Outcome:
+def _read(fields: dict[str, Any]) -> StreamOutcome:
     arrivals, token_ids = tuple(Arrival(*arrival) for arrival in fields["arrivals"]), tuple(fields["token_ids"])
-    return Outcome(**fields | {"told": Told(**fields["told"]), "arrivals": arrivals, "token_ids": token_ids})
+    return StreamOutcome(**fields | {"told": ServerWord(**fields["told"]), "arrivals": arrivals, "token_ids": token_ids})
 
 
 async def answer(url: str, http: bool) -> None:
     """Answers loads until there are no more."""
     base_url = url.replace("ws", "http", 1).removesuffix("/v1/responses")
-    async with (HttpStreams if http else Websocket)(Target(base_url, "", True, None, {})) as sender:
+    async with (HttpStreams if http else Websocket)(SocketTarget(base_url, "", True, None, {})) as sender:
         while line := await asyncio.to_thread(sys.stdin.readline):
             load = json.loads(line)
-            prompts = [Prompt(tuple(token_ids), load["tokens"]) for token_ids in load["prompts"]]
+            prompts = [WorkloadPrompt(tuple(token_ids), load["tokens"]) for token_ids in load["prompts"]]
             outcomes = await drive(sender, prompts, (0.0,) * len(prompts))
             print(json.dumps([asdict(outcome) for outcome in outcomes]), flush=True)
 

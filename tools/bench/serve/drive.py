@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from ....graphs.errors import NpucompileError
-from .outcome import Arrival, Outcome, Told
+from .outcome import Arrival, ServerWord, StreamOutcome
 from .websocket import Arrived
-from .workload import Prompt
+from .workload import WorkloadPrompt
 
 FAILURES = (NpucompileError, OSError, json.JSONDecodeError, KeyError, TypeError, AttributeError)
 """What a request fails with when the server or the connection does; malformed answers lead to the last four."""
@@ -21,17 +21,17 @@ FAILURES = (NpucompileError, OSError, json.JSONDecodeError, KeyError, TypeError,
 class RequestSender(Protocol):
     """Sends one request and reads its answer to the end."""
 
-    async def send(self, prompt: Prompt, arrived: Arrived) -> Told: ...
+    async def send(self, prompt: WorkloadPrompt, arrived: Arrived) -> ServerWord: ...
 
 
 async def drive(
     sender: RequestSender,
-    prompts: Sequence[Prompt],
+    prompts: Sequence[WorkloadPrompt],
     arrivals: Sequence[float],
     *,
     max_concurrency: int | None = None,
-    on_end: Callable[[Outcome], None] = lambda _: None,
-) -> tuple[Outcome, ...]:
+    on_end: Callable[[StreamOutcome], None] = lambda _: None,
+) -> tuple[StreamOutcome, ...]:
     """Sends every request when it is due, or as soon after that as fewer than `max_concurrency` are open.
 
     A failed request does not end the load.
@@ -46,7 +46,7 @@ async def drive(
     gate = asyncio.Semaphore(max_concurrency) if max_concurrency else contextlib.nullcontext()
     began = time.perf_counter()
 
-    async def serve(index: int, prompt: Prompt, due_s: float) -> Outcome:
+    async def serve(index: int, prompt: WorkloadPrompt, due_s: float) -> StreamOutcome:
         async with gate:
             sent_s, arrived, token_ids = time.perf_counter() - began, list[Arrival](), list[int]()
 
@@ -54,13 +54,13 @@ async def drive(
                 arrived.append(Arrival(time.perf_counter() - began, len(tokens)))
                 token_ids.extend(tokens)
 
-            reported, error = Told(), None
+            reported, error = ServerWord(), None
             try:
                 reported = await sender.send(prompt, arrive)
             except FAILURES as failure:
                 error = str(failure) or type(failure).__name__
             ended_s, planned = time.perf_counter() - began, len(prompt.token_ids)
-            outcome = Outcome(index, due_s, sent_s, ended_s, planned, tuple(arrived), reported, error, tuple(token_ids))
+            outcome = StreamOutcome(index, due_s, sent_s, ended_s, planned, tuple(arrived), reported, error, tuple(token_ids))
         on_end(outcome)
         return outcome
 

@@ -14,9 +14,9 @@ import h11
 
 from ....graphs.errors import ProtocolError
 from ....server.client import raise_if_refused
-from .outcome import Told
-from .websocket import Arrived, Target, told
-from .workload import Prompt
+from .outcome import ServerWord
+from .websocket import Arrived, SocketTarget, told
+from .workload import WorkloadPrompt
 
 READ_BYTES = 2**16
 
@@ -24,7 +24,7 @@ READ_BYTES = 2**16
 class HttpStreams:
     """Sends requests; connections are used again. `async with` closes them all."""
 
-    def __init__(self, target: Target) -> None:
+    def __init__(self, target: SocketTarget) -> None:
         self.target = target
         self._place = urlsplit(target.base_url)
         self._idle: list[tuple[h11.Connection, asyncio.StreamReader, asyncio.StreamWriter]] = []
@@ -37,7 +37,7 @@ class HttpStreams:
             writer.close()
         await asyncio.gather(*(writer.wait_closed() for _, _, writer in self._idle), return_exceptions=True)
 
-    async def send(self, prompt: Prompt, arrived: Arrived) -> Told:
+    async def send(self, prompt: WorkloadPrompt, arrived: Arrived) -> ServerWord:
         """Sends one request and reads its answer to the end.
 
         Raises:

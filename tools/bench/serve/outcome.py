@@ -15,7 +15,7 @@ class Arrival(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Told:
+class ServerWord:
     """What the server said about a request; None where it said nothing.
 
     Attributes:
@@ -36,7 +36,7 @@ class Told:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class StreamOutcome:
     """What came of one request. All times are seconds since the start of the load.
 
     Attributes:
@@ -55,7 +55,7 @@ class Outcome:
     ended_s: float
     planned_tokens: int
     arrivals: tuple[Arrival, ...] = ()
-    told: Told = Told()
+    told: ServerWord = ServerWord()
     error: str | None = None
     token_ids: tuple[int, ...] = ()
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from .outcome import Outcome
+from .outcome import StreamOutcome
 from .summary import Latency, Summary
 
 WIDTH = 50
@@ -53,7 +53,7 @@ def lines(summary: Summary, *, backend: str, request_rate: float, max_concurrenc
     yield from (f"{count} failed: {message}" for message, count in summary.errors.items())
 
 
-def as_data(summary: Summary, settings: Mapping[str, Any], outcomes: Sequence[Outcome] = ()) -> dict[str, Any]:
+def as_data(summary: Summary, settings: Mapping[str, Any], outcomes: Sequence[StreamOutcome] = ()) -> dict[str, Any]:
     """The report for JSON, with the names of `vllm bench serve`; `requests` has every outcome."""
     data: dict[str, Any] = {
         **{name: "inf" if value == math.inf else value for name, value in settings.items()},
@@ -80,7 +80,7 @@ def as_data(summary: Summary, settings: Mapping[str, Any], outcomes: Sequence[Ou
     return data | {"requests": [_outcome(outcome) for outcome in outcomes]}
 
 
-def _outcome(outcome: Outcome) -> dict[str, Any]:
+def _outcome(outcome: StreamOutcome) -> dict[str, Any]:
     counts = {"prompt_tokens": outcome.prompt_tokens, "output_tokens": outcome.output_tokens}
     fields = {name: value for name, value in asdict(outcome).items() if name != "token_ids"}
     return fields | counts | {"arrivals": [list(arrival) for arrival in outcome.arrivals]}

@@ -22,9 +22,9 @@ from ...progress import Progress
 from . import workload
 from .arrivals import arrival_times
 from .drive import drive
-from .outcome import Outcome
-from .websocket import Target, Websocket
-from .workload import Prompt, Vocabulary
+from .outcome import StreamOutcome
+from .websocket import SocketTarget, Websocket
+from .workload import Vocabulary, WorkloadPrompt
 
 DATASETS = ("random", "prompts")
 TOKENIZER = "tokenizer.json"
@@ -40,12 +40,12 @@ class MadeLoad:
         arrivals: seconds since its start at which each request is due.
     """
 
-    prompts: tuple[Prompt, ...]
+    prompts: tuple[WorkloadPrompt, ...]
     arrivals: tuple[float, ...]
 
 
 @dataclass(frozen=True)
-class Options:
+class SessionOptions:
     """The command's options, by the names of its parameters."""
 
     backend: str
@@ -81,7 +81,7 @@ class Options:
         return url.rstrip("/").removesuffix("/v1")
 
 
-def find_target(home: Home, options: Options, key: str | None) -> tuple[Target, Vocabulary, int | None]:
+def find_target(home: Home, options: SessionOptions, key: str | None) -> tuple[SocketTarget, Vocabulary, int | None]:
     """The server with its model's name, the tokenizer that prompts are made with, and the model's context if the server tells it.
 
     Raises:
@@ -93,13 +93,13 @@ def find_target(home: Home, options: Options, key: str | None) -> tuple[Target, 
         raise SpecError(f"--extra-body is not JSON: {error}; legal is an object") from None
     if not isinstance(extra, dict):
         raise SpecError(f"--extra-body is {options.extra_body!r}; legal is a JSON object")
-    target = Target(options.url, options.model or "", options.ignore_eos, key, extra)
+    target = SocketTarget(options.url, options.model or "", options.ignore_eos, key, extra)
     model, max_model_len = (options.model, None) if options.model else served_model(target)
     vocabulary = Vocabulary.load(tokenizer_file(home, options.tokenizer, model))
     return replace(target, model=model), vocabulary, max_model_len
 
 
-def served_model(target: Target) -> tuple[str, int | None]:
+def served_model(target: SocketTarget) -> tuple[str, int | None]:
     """The first model that the server lists, and its context in tokens where it tells it (as vLLM, SGLang and we do).
 
     Raises:
@@ -144,7 +144,7 @@ def tokenizer_file(home: Home, name: str | None, model: str) -> Path:
                     "directory with one, an artifact or a model")  # fmt: skip
 
 
-def make_load(options: Options, vocabulary: Vocabulary) -> MadeLoad:
+def make_load(options: SessionOptions, vocabulary: Vocabulary) -> MadeLoad:
     """The requests and their times.
 
     Raises:
@@ -172,7 +172,7 @@ def check_lengths(load: MadeLoad, max_model_len: int | None) -> None:
         )
 
 
-def make_prompts(options: Options, vocabulary: Vocabulary) -> tuple[Prompt, ...]:
+def make_prompts(options: SessionOptions, vocabulary: Vocabulary) -> tuple[WorkloadPrompt, ...]:
     """The prompts of a dataset."""
     if options.dataset == "random":
         sizes = (options.num_prompts or 100, options.random_input_len, options.random_output_len, options.random_range_ratio)
@@ -181,7 +181,9 @@ def make_prompts(options: Options, vocabulary: Vocabulary) -> tuple[Prompt, ...]
     return workload.read(vocabulary, options.dataset_path, options.num_prompts, options.random_output_len)
 
 
-async def run(options: Options, target: Target, vocabulary: Vocabulary, load: MadeLoad, progress: Progress) -> tuple[Outcome, ...]:
+async def run(
+    options: SessionOptions, target: SocketTarget, vocabulary: Vocabulary, load: MadeLoad, progress: Progress
+) -> tuple[StreamOutcome, ...]:
     """Warms up, and sends the load.
 
     Raises:
@@ -199,7 +201,7 @@ async def run(options: Options, target: Target, vocabulary: Vocabulary, load: Ma
             step = max(1, len(load.prompts) // 20)
             ended = 0
 
-            def end(outcome: Outcome) -> None:
+            def end(outcome: StreamOutcome) -> None:
                 nonlocal ended
                 ended += 1
                 if ended % step == 0 or ended == len(load.prompts):
@@ -210,7 +212,7 @@ async def run(options: Options, target: Target, vocabulary: Vocabulary, load: Ma
             return await drive(sender, load.prompts, load.arrivals, max_concurrency=options.max_concurrency, on_end=end)
 
 
-def describe(options: Options, target: Target, load: MadeLoad) -> Mapping[str, Any]:
+def describe(options: SessionOptions, target: SocketTarget, load: MadeLoad) -> Mapping[str, Any]:
     """The settings as they stand in JSON."""
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ....graphs.errors import SpecError
-from .outcome import Outcome
+from .outcome import StreamOutcome
 
 PERCENTILES = (95, 99)
 OBJECTIVES = ("ttft", "tpot", "e2el")
@@ -69,7 +69,7 @@ class Summary:
     cached_tokens: int | None = None
 
 
-def summarise(outcomes: Sequence[Outcome], objectives: Mapping[str, float] | None = None) -> Summary:
+def summarise(outcomes: Sequence[StreamOutcome], objectives: Mapping[str, float] | None = None) -> Summary:
     """The figures of all requests of a load.
 
     Args:
@@ -120,7 +120,7 @@ def percentile(ordered: Sequence[float], percent: float) -> float:
     return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
 
 
-def peak_concurrency(outcomes: Sequence[Outcome]) -> int:
+def peak_concurrency(outcomes: Sequence[StreamOutcome]) -> int:
     """Most requests open at once; one that ends when another is sent is not open beside it."""
     changes = sorted([(o.sent_s, 1) for o in outcomes] + [(o.ended_s, -1) for o in outcomes])
     live = peak = 0
@@ -130,7 +130,7 @@ def peak_concurrency(outcomes: Sequence[Outcome]) -> int:
     return peak
 
 
-def peak_output_throughput(outcomes: Sequence[Outcome]) -> float:
+def peak_output_throughput(outcomes: Sequence[StreamOutcome]) -> float:
     """Most tokens that arrived in one whole second since the start."""
     seconds: Counter[int] = Counter()
     for outcome in outcomes:
@@ -139,7 +139,7 @@ def peak_output_throughput(outcomes: Sequence[Outcome]) -> float:
     return float(max(seconds.values(), default=0))
 
 
-def meets(outcome: Outcome, objectives: Mapping[str, float]) -> bool:
+def meets(outcome: StreamOutcome, objectives: Mapping[str, float]) -> bool:
     """Whether a request that did not fail stays within all bounds (ms); a latency that it does not have stays within any."""
     values = {"ttft": outcome.ttft_s, "tpot": outcome.tpot_s, "e2el": outcome.e2e_s}
     return all((values[name] or 0.0) * 1e3 <= bound for name, bound in objectives.items())

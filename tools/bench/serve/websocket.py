@@ -14,8 +14,8 @@ from websockets.typing import Subprotocol
 from ....graphs.errors import ProtocolError, RequestError
 from ....server.client import MAX_EVENT_BYTES, Client, raise_if_refused
 from ....server.requests.frames import JSON
-from .outcome import Told
-from .workload import Prompt
+from .outcome import ServerWord
+from .workload import WorkloadPrompt
 
 Arrived = Callable[[Sequence[int]], None]
 """Called with the tokens that have just arrived."""
@@ -24,7 +24,7 @@ STREAMS_PER_SOCKET = 32
 
 
 @dataclass(frozen=True)
-class Target:
+class SocketTarget:
     """Where and how to send.
 
     Attributes:
@@ -50,7 +50,7 @@ class Target:
 class Websocket:
     """Sends requests; up to STREAMS_PER_SOCKET share a socket. `async with` closes all connections."""
 
-    def __init__(self, target: Target) -> None:
+    def __init__(self, target: SocketTarget) -> None:
         self.target = target
         self._live: dict[Client, int] = {}
 
@@ -61,7 +61,7 @@ class Websocket:
         for client in self._live:
             await client.close()
 
-    async def send(self, prompt: Prompt, arrived: Arrived) -> Told:
+    async def send(self, prompt: WorkloadPrompt, arrived: Arrived) -> ServerWord:
         """Sends one request and reads its answer to the end.
 
         Raises:
@@ -109,11 +109,11 @@ class Websocket:
         return Client(socket, JSON)
 
 
-def told(usage: Mapping[str, Any]) -> Told:
+def told(usage: Mapping[str, Any]) -> ServerWord:
     """The usage object of a response, with our execution record where it has one."""
     record = usage.get("npucompile") or {}
     details = usage.get("input_tokens_details") or {}
-    counts = Told(
+    counts = ServerWord(
         prompt_tokens=usage.get("input_tokens"),
         output_tokens=usage.get("output_tokens"),
         cached_tokens=details.get("cached_tokens"),

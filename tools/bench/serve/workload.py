@@ -13,7 +13,7 @@ from ....server.text.tokenizer import TextTokenizer
 
 
 @dataclass(frozen=True)
-class Prompt:
+class WorkloadPrompt:
     """One request of a load.
 
     Attributes:
@@ -53,7 +53,9 @@ class Vocabulary:
         return tuple(draw.choices(self.ids, k=count))
 
 
-def drawn(vocabulary: Vocabulary, count: int, prompt_tokens: int, output_tokens: int, range_ratio: float, seed: int) -> tuple[Prompt, ...]:
+def drawn(
+    vocabulary: Vocabulary, count: int, prompt_tokens: int, output_tokens: int, range_ratio: float, seed: int
+) -> tuple[WorkloadPrompt, ...]:
     """Prompts of random ids. Both lengths are uniform between (1 - range_ratio) and (1 + range_ratio) times the given ones, at least 1.
 
     Raises:
@@ -67,10 +69,10 @@ def drawn(vocabulary: Vocabulary, count: int, prompt_tokens: int, output_tokens:
         return draw.randint(max(1, int(mean * (1 - range_ratio))), max(1, int(mean * (1 + range_ratio))))
 
     sizes = [(length(prompt_tokens), length(output_tokens)) for _ in range(count)]
-    return tuple(Prompt(vocabulary.draw(draw, size), output) for size, output in sizes)
+    return tuple(WorkloadPrompt(vocabulary.draw(draw, size), output) for size, output in sizes)
 
 
-def read(vocabulary: Vocabulary, file: Path, count: int | None, output_tokens: int) -> tuple[Prompt, ...]:
+def read(vocabulary: Vocabulary, file: Path, count: int | None, output_tokens: int) -> tuple[WorkloadPrompt, ...]:
     """Prompts of a text file, one a line; empty lines are passed over, and the file is repeated until there are `count`.
 
     Raises:
@@ -80,4 +82,4 @@ def read(vocabulary: Vocabulary, file: Path, count: int | None, output_tokens: i
     if not texts:
         raise SpecError(f"{file} has no prompt; legal is a file with one a line")
     wanted = len(texts) if count is None else count
-    return tuple(Prompt(vocabulary.encode(text), output_tokens, text) for text in (texts[i % len(texts)] for i in range(wanted)))
+    return tuple(WorkloadPrompt(vocabulary.encode(text), output_tokens, text) for text in (texts[i % len(texts)] for i in range(wanted)))

@@ -9,9 +9,9 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 
-from ...bench.report import Column, Table, Value
+from ...bench.report import Column, ReportTable, Value
 from ...bench.stats import Clock, Spread, interleave, ratio, spread
-from ...bench.streams import Load
+from ...bench.streams import StreamLoad
 from ...progress import Progress
 from .process import PeerError, PeerProcess
 
@@ -63,7 +63,7 @@ class Served:
     decoded: int
 
 
-def serve(process: PeerProcess, load: Load, vocab: int) -> Served | PeerError:
+def serve(process: PeerProcess, load: StreamLoad, vocab: int) -> Served | PeerError:
     """Serves one load; returns the error where it fails, since the others go on."""
     try:
         reply = process.ask("generate", prompts=load.prompts(vocab), tokens=load.tokens)
@@ -72,7 +72,7 @@ def serve(process: PeerProcess, load: Load, vocab: int) -> Served | PeerError:
     return Served(tuple(map(tuple, reply["token_ids"])), reply["prefill_s"], reply["decode_s"], reply["decoded"])
 
 
-def rows(load: Load, results: Mapping[str, Sequence[Served]]) -> Iterator[dict[str, Value]]:
+def rows(load: StreamLoad, results: Mapping[str, Sequence[Served]]) -> Iterator[dict[str, Value]]:
     """The table rows of one load.
 
     Args:
@@ -120,7 +120,7 @@ def standing(lines: Sequence[Mapping[str, Value]]) -> list[str]:
     return [f"ahead of the best of the others in all {compared}"] if compared else []
 
 
-def throughput(load: Load, processes: Mapping[str, PeerProcess], rounds: int, vocab: int) -> tuple[list[dict[str, Value]], list[str]]:
+def throughput(load: StreamLoad, processes: Mapping[str, PeerProcess], rounds: int, vocab: int) -> tuple[list[dict[str, Value]], list[str]]:
     """Serves a load on all sides in turns.
 
     Returns:
@@ -138,7 +138,7 @@ def throughput(load: Load, processes: Mapping[str, PeerProcess], rounds: int, vo
 
 
 def start(
-    side: Side, dtype: str, threads: int, loads: Sequence[Load], prompt: Sequence[int], clock: Clock = time.monotonic
+    side: Side, dtype: str, threads: int, loads: Sequence[StreamLoad], prompt: Sequence[int], clock: Clock = time.monotonic
 ) -> tuple[PeerProcess, dict[str, Value]]:
     """Starts a side that has room for all loads, and waits for its first token.
 
@@ -168,11 +168,11 @@ def compare(
     refused: Mapping[str, str],
     dtype: str,
     threads: int,
-    loads: Sequence[Load],
+    loads: Sequence[StreamLoad],
     vocab: int,
     rounds: int,
     progress: Progress,
-) -> list[Table]:
+) -> list[ReportTable]:
     """The tables of throughput and of starts.
 
     Args:
@@ -224,12 +224,12 @@ def compare(
     )
     second = ("the second start of each, from the request to load, imports excluded; the files are in the page cache",)
     return [
-        Table("peers", "Throughput beside other engines", THROUGHPUT_COLUMNS, tuple(lines), (*standing(lines), *how, *notes)),
-        Table("peers", "Start beside other engines", START_COLUMNS, tuple(starts), second),
+        ReportTable("peers", "Throughput beside other engines", THROUGHPUT_COLUMNS, tuple(lines), (*standing(lines), *how, *notes)),
+        ReportTable("peers", "Start beside other engines", START_COLUMNS, tuple(starts), second),
     ]
 
 
-def short(load: Load, lines: Sequence[Mapping[str, Value]]) -> str:
+def short(load: StreamLoad, lines: Sequence[Mapping[str, Value]]) -> str:
     """The medians of one load in a line, for who watches."""
     medians = ", ".join(f"{line['engine']} {line['prefill_tok_s']:.0f} and {line['decode_tok_s']:.1f}" for line in lines)
     mixture = f", prompts of {min(load.lengths)} to {max(load.lengths)} tokens" if load.mixed else ""

@@ -19,7 +19,7 @@ QUIET = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "HF_HUB_OFFLINE": "1", "TOKENIZER
 
 
 @dataclass(frozen=True)
-class Peer:
+class EnginePeer:
     """One engine.
 
     Attributes:
@@ -72,9 +72,9 @@ _OPENVINO = "pip install openvino-genai optimum-intel 'transformers<5.3'"
 PEERS = {
     peer.name: peer
     for peer in (
-        Peer("llama.cpp", "llama_cpp.py", _LLAMA_CPP, {"bf16": "bf16", "f32": "f32"}),
-        Peer("openvino", "openvino.py", _OPENVINO, {"bf16": "fp16", "f32": "fp32"}),
-        Peer(
+        EnginePeer("llama.cpp", "llama_cpp.py", _LLAMA_CPP, {"bf16": "bf16", "f32": "f32"}),
+        EnginePeer("openvino", "openvino.py", _OPENVINO, {"bf16": "fp16", "f32": "fp32"}),
+        EnginePeer(
             "vllm",
             "vllm.py",
             "pip install vllm, in a build for CPUs",
@@ -86,9 +86,9 @@ PEERS = {
                 "VLLM_NO_USAGE_STATS": "1",
             },
         ),
-        Peer("transformers", "transformers.py", "pip install transformers torch"),
-        Peer("llama.cpp-q8_0", "llama_cpp.py", _LLAMA_CPP, {"bf16": "q8_0", "f32": "q8_0"}),
-        Peer("openvino-int8", "openvino.py", _OPENVINO, {"bf16": "int8", "f32": "int8"}),
+        EnginePeer("transformers", "transformers.py", "pip install transformers torch"),
+        EnginePeer("llama.cpp-q8_0", "llama_cpp.py", _LLAMA_CPP, {"bf16": "q8_0", "f32": "q8_0"}),
+        EnginePeer("openvino-int8", "openvino.py", _OPENVINO, {"bf16": "int8", "f32": "int8"}),
     )
 }
 
@@ -96,7 +96,7 @@ DEFAULT = ("llama.cpp", "openvino", "vllm", "transformers")
 """Those measured where none is named; the others have 8-bit weights."""
 
 
-def named(names: Sequence[str]) -> tuple[Peer, ...]:
+def named(names: Sequence[str]) -> tuple[EnginePeer, ...]:
     """The engines of `--peer`, each once; those of DEFAULT if there are no names.
 
     Raises:
@@ -126,7 +126,7 @@ def interpreters(words: Sequence[str]) -> dict[str, str]:
     return paths
 
 
-def candidates(peer: Peer, given: Mapping[str, str], search_path: str | None, environments: Path) -> tuple[str, ...]:
+def candidates(peer: EnginePeer, given: Mapping[str, str], search_path: str | None, environments: Path) -> tuple[str, ...]:
     """Interpreters that may have an engine: the one that is named, else that of its environment, else our own and the one on PATH.
 
     Args:
@@ -140,7 +140,7 @@ def candidates(peer: Peer, given: Mapping[str, str], search_path: str | None, en
     return tuple(dict.fromkeys(path for path in (sys.executable, found) if path))
 
 
-def conversion(peer: Peer, python: str, checkpoint: Path, out: Path, kind: str, llama_cpp: Path | None) -> list[str]:
+def conversion(peer: EnginePeer, python: str, checkpoint: Path, out: Path, kind: str, llama_cpp: Path | None) -> list[str]:
     """The command that writes a checkpoint in an engine's own format.
 
     Raises:

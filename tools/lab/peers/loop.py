@@ -6,7 +6,7 @@ This file and the adapters need nothing but the standard library and their engin
 Lines from the child: {"version": str} once the engine is imported, or {"missing": str}; then one for every request.
 {"do": "load", "model": str, "dtype": "bf16", "threads": 2, "max_model_len": 576, "max_num_seqs": 16} -> {"loaded": str}
 {"do": "settle"} -> {}, once an engine that goes on working by itself after a load, and so has such a method, has done that
-{"do": "generate", "prompts": [[int]], "tokens": int} -> `Watch.report`
+{"do": "generate", "prompts": [[int]], "tokens": int} -> `ArrivalTimes.report`
 A request that fails is answered with {"error": str, "trace": str}.
 """
 
@@ -34,7 +34,7 @@ class Emit(Protocol):
         """Takes the next tokens of a stream, from 0."""
 
 
-class Engine(Protocol):
+class PeerEngine(Protocol):
     """An engine, imported."""
 
     version: str
@@ -46,7 +46,7 @@ class Engine(Protocol):
         """Continues all prompts greedily past the end of text."""
 
 
-class Watch:
+class ArrivalTimes:
     """When the tokens of every stream arrived.
 
     Args:
@@ -84,7 +84,7 @@ class Watch:
         return {"token_ids": self._tokens, "prefill_s": prefill_s, "decode_s": last_s - prefill_s, "decoded": decoded}
 
 
-def answer(engine: Engine, request: Mapping[str, Any]) -> dict[str, Any]:
+def answer(engine: PeerEngine, request: Mapping[str, Any]) -> dict[str, Any]:
     """Serves one request.
 
     Raises:
@@ -97,13 +97,13 @@ def answer(engine: Engine, request: Mapping[str, Any]) -> dict[str, Any]:
         getattr(engine, "settle", lambda: None)()
         return {}
     if request["do"] == "generate":
-        watch = Watch(len(arguments["prompts"]))
+        watch = ArrivalTimes(len(arguments["prompts"]))
         engine.generate(arguments["prompts"], arguments["tokens"], watch)
         return watch.report(arguments["tokens"])
     raise ValueError(f"the request is to {request['do']!r}; legal are load, settle and generate")
 
 
-def talk(open_engine: Callable[[], Engine]) -> None:
+def talk(open_engine: Callable[[], PeerEngine]) -> None:
     """Answers until standard input ends. Whatever the engine prints goes to standard error."""
     end_with_parent()
     with private_stdout() as out:

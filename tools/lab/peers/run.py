@@ -17,12 +17,12 @@ from ....lowering.artifact.manifest import Manifest
 from ....models import registry, safetensors_files
 from ....models.draft_source import open_both, recorded
 from ....models.family_file import FamilyFile
-from ...bench.report import Table
-from ...bench.streams import Load
+from ...bench.report import ReportTable
+from ...bench.streams import StreamLoad
 from ...progress import Progress
 from . import engines
 from .compare import Side, compare
-from .engines import Peer
+from .engines import EnginePeer
 from .process import NotInstalled, PeerError, PeerProcess
 
 OURS = "npucompile"
@@ -32,7 +32,7 @@ Run = Callable[[Sequence[str], Mapping[str, str]], None]
 
 
 @dataclass(frozen=True)
-class Choice:
+class PeerChoice:
     """What is compared with.
 
     Attributes:
@@ -41,12 +41,12 @@ class Choice:
         llama_cpp: a checkout of llama.cpp, whose converter writes GGUF files.
     """
 
-    peers: tuple[Peer, ...] = engines.named(())
+    peers: tuple[EnginePeer, ...] = engines.named(())
     pythons: Mapping[str, str] = field(default_factory=dict)
     llama_cpp: Path | None = None
 
 
-def choice(names: Sequence[str], pythons: Sequence[str], llama_cpp: Path | None) -> Choice:
+def choice(names: Sequence[str], pythons: Sequence[str], llama_cpp: Path | None) -> PeerChoice:
     """Reads the options of the command.
 
     Raises:
@@ -54,7 +54,7 @@ def choice(names: Sequence[str], pythons: Sequence[str], llama_cpp: Path | None)
     """
     if llama_cpp is not None and not (llama_cpp / engines.CONVERTER).is_file():
         raise SpecError(f"--llama-cpp {llama_cpp} has no {engines.CONVERTER}; legal is a checkout of llama.cpp")
-    return Choice(engines.named(names), engines.interpreters(pythons), llama_cpp)
+    return PeerChoice(engines.named(names), engines.interpreters(pythons), llama_cpp)
 
 
 def our_side(name: str, artifact: Artifact, threads: int, environment: Mapping[str, str]) -> Side:
@@ -65,8 +65,8 @@ def our_side(name: str, artifact: Artifact, threads: int, environment: Mapping[s
 
 
 def peer_side(
-    peer: Peer,
-    chosen: Choice,
+    peer: EnginePeer,
+    chosen: PeerChoice,
     checkpoint: Path,
     manifest: Manifest,
     threads: int,
@@ -101,7 +101,7 @@ def peer_side(
     return Side(peer.name, partial(PeerProcess, peer.command(python), variables), str(model), remark)
 
 
-def find(peer: Peer, pythons: Mapping[str, str], variables: Mapping[str, str], cache: Path) -> str:
+def find(peer: EnginePeer, pythons: Mapping[str, str], variables: Mapping[str, str], cache: Path) -> str:
     """The interpreter that has an engine.
 
     Args:
@@ -179,15 +179,15 @@ def checkpoint_dir(manifest: Manifest) -> Path:
 
 def peers(
     artifact: Artifact,
-    chosen: Choice,
-    loads: Sequence[Load],
+    chosen: PeerChoice,
+    loads: Sequence[StreamLoad],
     rounds: int,
     *,
     threads: int,
     cache: Path,
     environment: Mapping[str, str],
     progress: Progress,
-) -> list[Table]:
+) -> list[ReportTable]:
     """Measures prefill, decode and start of an artifact and of its peers; the largest load with a mixture of prompts, too, if it fits.
 
     Args:

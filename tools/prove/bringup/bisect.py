@@ -15,7 +15,7 @@ from ...ranks.environment import EXPANSION_MODE, under
 from ...ranks.executors import with_few_buckets
 from . import results
 from .findings import Findings
-from .results import ALTERNATION, Failure, Wanted
+from .results import ALTERNATION, BringupFailure, Wanted
 from .rungs import Bringup
 
 NAME = "bisect.json"
@@ -24,7 +24,7 @@ PASSES, FAILS = "passes", "fails"
 
 
 @dataclass(frozen=True)
-class Trial:
+class BisectTrial:
     """The bucket, run once.
 
     Attributes:
@@ -37,7 +37,7 @@ class Trial:
     rung: str
     outcome: str
     seconds: float = 0.0
-    failures: Sequence[Failure] = ()
+    failures: Sequence[BringupFailure] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values."""
@@ -51,7 +51,7 @@ class Trial:
         return f"{self.rung:<12} {name:<18} {self.outcome}" + (f" {self.seconds:8.1f} s{said}" if ran else "")
 
 
-def bisect(bringup: Bringup, bucket: str) -> Iterator[Trial]:
+def bisect(bringup: Bringup, bucket: str) -> Iterator[BisectTrial]:
     """Runs the bucket, then all buckets in turns if nothing was wrong alone; where one of them fails, again with each switch off in turn.
 
     Raises:
@@ -69,18 +69,18 @@ def bisect(bringup: Bringup, bucket: str) -> Iterator[Trial]:
         if first.outcome == FAILS:
             for switch in SWITCHES:
                 reason = without_part(bringup, bucket, switch)
-                yield Trial(switch, rung, reason) if reason else _trial(bringup, bucket, rung, switch)
+                yield BisectTrial(switch, rung, reason) if reason else _trial(bringup, bucket, rung, switch)
             return
 
 
-def _trial(bringup: Bringup, bucket: str, rung: str, switch: str = "") -> Trial:
+def _trial(bringup: Bringup, bucket: str, rung: str, switch: str = "") -> BisectTrial:
     settings = replace(bringup.settings, off=bringup.settings.off | {switch} - {""}, bucket=bucket)
     wanted = Wanted({rung: (bucket,) if rung == results.BUCKETS else ()}, whole=True)
     environment = under(settings.off, bringup.environment)
     run = replace(bringup, settings=settings, environment=environment, wanted=wanted, findings=Findings(), resume=False)
     began = time.monotonic()
     failures = [failure for result in run.run() for failure in result.failures]
-    return Trial(switch, rung, PASSES if run.passed else FAILS, time.monotonic() - began, failures)
+    return BisectTrial(switch, rung, PASSES if run.passed else FAILS, time.monotonic() - began, failures)
 
 
 def without_part(bringup: Bringup, bucket: str, switch: str) -> str:
@@ -95,7 +95,7 @@ def without_part(bringup: Bringup, bucket: str, switch: str) -> str:
     return "off already" if switch in bringup.settings.off else reasons.get(switch, "")
 
 
-def advice(artifact: Artifact, bucket: str, trials: Sequence[Trial]) -> list[str]:
+def advice(artifact: Artifact, bucket: str, trials: Sequence[BisectTrial]) -> list[str]:
     """What the trials say, and what to type next."""
     if not any(trial.outcome == FAILS for trial in trials):
         return [f"nothing is wrong with {bucket}, alone and in turns: npucompile bringup {artifact.path} tries everything"]

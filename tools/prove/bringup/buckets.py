@@ -25,7 +25,7 @@ from ...heap import available_bytes
 from ...progress import Bar
 from ..all_ranks import load_ranks, run_step
 from .recording import ShippedBucket
-from .results import Failure, Judgement, Timing
+from .results import BringupFailure, Judgement, Timing
 from .steps import PlannedStep, StepPlanner
 
 STEPS = 3
@@ -206,7 +206,7 @@ def _run_bucket(
     executor: Executor, read_state: ReadState, comparison: Comparison, bucket: Bucket, parts: Sequence[tuple[list[PlannedStep], bool]]
 ) -> Judgement:
     messages, compared, seconds = len(comparison.messages), comparison.compared, list[float]()
-    failures: list[Failure] = []
+    failures: list[BringupFailure] = []
     for steps, own in parts:
         comparison.forget([row for step in steps for row in step.rows] if not own or kind_of(bucket).chunks else [])
         for step in steps:
@@ -214,14 +214,14 @@ def _run_bucket(
             try:
                 outputs = executor.launch(step.bucket, list(step.inputs)).result()
             except NpucompileError as error:
-                return Judgement([Failure.of("one-session", bucket.name, error, f"{step.bucket.name}: ")], spent=True)
+                return Judgement([BringupFailure.of("one-session", bucket.name, error, f"{step.bucket.name}: ")], spent=True)
             if own:
                 seconds.append(time.perf_counter() - began)
             comparison.add(step.bucket.name, step, outputs)
         if not failures and comparison.too_many and len(comparison.messages) > messages:
-            failures = [Failure("one-session", bucket.name, "; ".join(comparison.messages[messages:][:3]))]
+            failures = [BringupFailure("one-session", bucket.name, "; ".join(comparison.messages[messages:][:3]))]
         if not failures and (errors := comparison.state_errors(read_state(), steps[-1].rows)):
-            failures = [Failure("write-after-read", bucket.name, "the state after its steps: " + "; ".join(errors[:3]))]
+            failures = [BringupFailure("write-after-read", bucket.name, "the state after its steps: " + "; ".join(errors[:3]))]
     facts = {"rows": comparison.compared - compared, "other_tokens": len(comparison.messages) - messages}
     return Judgement(failures, [Timing(bucket.name, "", min(seconds))], facts)
 
@@ -247,10 +247,10 @@ def run_alternation(executor: Executor, read_state: ReadState, planner: StepPlan
         while launched:
             finish()
     except NpucompileError as error:
-        return Judgement([Failure.of("alternation", IN_TURNS, error)], spent=True)
+        return Judgement([BringupFailure.of("alternation", IN_TURNS, error)], spent=True)
     failures = []
     if comparison.too_many:
-        failures = [Failure("alternation", IN_TURNS, "; ".join(comparison.messages[:3]))]
+        failures = [BringupFailure("alternation", IN_TURNS, "; ".join(comparison.messages[:3]))]
     elif errors := comparison.state_errors(read_state(), rows):
-        failures = [Failure("alternation", IN_TURNS, "the state after all steps: " + "; ".join(errors[:3]))]
+        failures = [BringupFailure("alternation", IN_TURNS, "the state after all steps: " + "; ".join(errors[:3]))]
     return Judgement(failures, facts={"steps": steps, "rows": comparison.compared, "other_tokens": len(comparison.messages)})

@@ -26,7 +26,7 @@ from ...agreement.compare import first_mismatch
 from ..all_ranks import load_ranks, run_step
 from .device_graph import DeviceGraph, Host
 from .recording import ShippedBucket
-from .results import Failure, Judgement, Timing
+from .results import BringupFailure, Judgement, Timing
 from .steps import PlannedStep
 
 
@@ -168,10 +168,10 @@ def judge_call(host: Host, call: OperatorCall) -> Judgement:
         actual, seconds = graph.run()
         left = graph.operands([i for i in range(len(operands)) if i not in graph.nz_operands])
     except LoweringError as error:
-        return Judgement([Failure.of(call.assumption, call.name, error, f"{call.shapes}: ")], spent=graph is not None)
+        return Judgement([BringupFailure.of(call.assumption, call.name, error, f"{call.shapes}: ")], spent=graph is not None)
     timing = Timing(call.name, call.shapes, seconds, sum(value.nbytes for value in (*operands, *actual)))
     pairs = [*((f"result {i}", right, value) for i, (right, value) in enumerate(zip(expected, actual, strict=True)))]
     written_operands = [value for i, value in enumerate(after) if i not in graph.nz_operands]
     pairs += [(f"operand {i}", right, value) for i, (right, value) in enumerate(zip(written_operands, left, strict=True))]
     message = first_mismatch(pairs)
-    return Judgement([Failure("kernels", call.name, f"operands {call.shapes}: {message}")] if message else [], [timing])
+    return Judgement([BringupFailure("kernels", call.name, f"operands {call.shapes}: {message}")] if message else [], [timing])

@@ -25,7 +25,7 @@ from ....lowering.platform import Platform
 from ...progress import Progress
 from ...ranks.rank_settings import RankSettings
 from .device_graph import Host
-from .results import Case, Failure, Finding, Judgement
+from .results import BringupFailure, BringupFinding, DeviceCase, Judgement
 
 END_S = 5.0
 """How long the device may take to close when nothing is asked any more."""
@@ -35,7 +35,7 @@ class Spent(Exception):
     """Raised when the device can run no more."""
 
 
-class Work(Protocol):
+class ChildWork(Protocol):
     """What a process with a device is asked to do, pickled."""
 
     def run(self, child: Child) -> None:
@@ -48,7 +48,7 @@ class Cases:
     """Cases of a rung on one device."""
 
     rung: str
-    cases: tuple[Case, ...]
+    cases: tuple[DeviceCase, ...]
 
     def run(self, child: Child) -> None:
         """Judges them in order."""
@@ -123,7 +123,7 @@ class Child:
         (rung, case, _, began), self._running = self._running, None
         failures, timings, facts, left_out, spent = judgement
         self.failed |= bool(failures)
-        finding = Finding(rung, case, time.monotonic() - began, failures, timings, facts, left_out)
+        finding = BringupFinding(rung, case, time.monotonic() - began, failures, timings, facts, left_out)
         self.say(judged=asdict(finding), spent=spent)
         if spent:
             raise Spent
@@ -137,11 +137,11 @@ class Child:
             judgement = self._failed(error)
         self.end(judgement)
 
-    def conclude(self, finding: Finding) -> None:
+    def conclude(self, finding: BringupFinding) -> None:
         """Says what a rung says of itself."""
         self.say(judged=asdict(finding), spent=False)
 
-    def do(self, work: Work) -> None:
+    def do(self, work: ChildWork) -> None:
         """Does what is asked.
 
         Raises:
@@ -157,7 +157,7 @@ class Child:
     def _failed(self, error: BaseException) -> Judgement:
         assert self._running is not None
         _, case, assumption, _ = self._running
-        return Judgement([Failure.of(assumption, case, error)], spent=True)
+        return Judgement([BringupFailure.of(assumption, case, error)], spent=True)
 
 
 class Moves(Progress):
@@ -187,7 +187,7 @@ def main(path: Path) -> None:
     child = Child(Artifact.open(artifact_path, check=False), settings, index, out)
     threading.Thread(target=_listen, args=(asked,), daemon=True).start()
     while line := asked.get():
-        work: Work = torch.load(json.loads(line)["work"], weights_only=False)
+        work: ChildWork = torch.load(json.loads(line)["work"], weights_only=False)
         try:
             child.do(work)
         except Spent:

@@ -14,8 +14,8 @@ import torch
 from ....lowering.artifact.artifact import Artifact
 from ...child_process import ChildError, ChildProcess
 from ...ranks.rank_settings import RankSettings
-from .child import END_S, Work
-from .results import Failure, Finding
+from .child import END_S, ChildWork
+from .results import BringupFailure, BringupFinding
 
 MOST_STARTS = 2
 """How often a process may end without having judged anything, before nothing more is tried."""
@@ -24,7 +24,7 @@ MOST_STARTS = 2
 class Remaining(Protocol):
     """What is left to do."""
 
-    def __call__(self) -> Work | None:
+    def __call__(self) -> ChildWork | None:
         """The work without the cases that have been judged; None where there is none."""
         ...
 
@@ -50,7 +50,7 @@ class Children:
         environment: Mapping[str, str],
         limit_s: float,
         scratch: Path,
-        add: Callable[[Finding], None],
+        add: Callable[[BringupFinding], None],
     ) -> None:
         self._environment, self._limit_s, self._scratch, self.add = environment, limit_s, scratch, add
         self._setup = scratch / "setup"
@@ -74,7 +74,7 @@ class Children:
                 return True
             idle = 0 if judged else idle + 1
             if idle == MOST_STARTS:
-                self.add(Finding(rung, "opening the device", failures=[Failure.of("device", "opening the device", error)]))
+                self.add(BringupFinding(rung, "opening the device", failures=[BringupFailure.of("device", "opening the device", error)]))
                 return False
         return True
 
@@ -90,7 +90,7 @@ class Children:
             self._child.close()
             self._child = None
 
-    def _ask(self, work: Work) -> tuple[int, ChildError | None]:
+    def _ask(self, work: ChildWork) -> tuple[int, ChildError | None]:
         """How many cases a process judged, and why it can do no more."""
         judged, running, began = 0, dict[str, Any](), time.monotonic()
         path = self._scratch / "work"
@@ -106,14 +106,14 @@ class Children:
                     running, began = line, time.monotonic()
                 elif "judged" in line:
                     judged, running = judged + 1, {}
-                    self.add(Finding.from_dict(line["judged"]))
+                    self.add(BringupFinding.from_dict(line["judged"]))
                     if line["spent"]:
                         self.close()
                         return judged, ChildError("the device can run no more")
         except ChildError as error:
             self.kill()
             if running:
-                failure = Failure.of(running["assumption"], running["begins"], error)
-                self.add(Finding(running["rung"], running["begins"], time.monotonic() - began, [failure]))
+                failure = BringupFailure.of(running["assumption"], running["begins"], error)
+                self.add(BringupFinding(running["rung"], running["begins"], time.monotonic() - began, [failure]))
             return judged + bool(running), error
         return judged, None

@@ -32,7 +32,7 @@ from .captured import OperatorCall, described
 from .device_graph import DeviceGraph, Host
 from .rates import REPEATS, of_rank
 from .recording import BucketGraph, CapturedBucket, ShippedBucket, shipped_buckets
-from .results import COLLECTIVES, Failure, Timing, Wanted
+from .results import COLLECTIVES, BringupFailure, Timing, Wanted
 
 DISPATCH, COMBINE = "moe_dispatch", "moe_combine"
 MOST_BYTES = 2**30
@@ -228,8 +228,8 @@ def _dispatch_of(graph: BucketGraph, combine: GeOp) -> str:
 
 
 def run_collectives(
-    host: Host, cases: Sequence[CollectiveCase], mesh: Mesh, rank: int, communicators: Mapping[str, str], watch: Watch
-) -> list[Failure]:
+    host: Host, cases: Sequence[CollectiveCase], mesh: Mesh, rank: int, communicators: Mapping[str, str], watch: CollectiveWatch
+) -> list[BringupFailure]:
     """Runs all collectives on this rank; all ranks call it at once, and none stops early, so that none waits for one that did.
 
     Returns:
@@ -238,11 +238,11 @@ def run_collectives(
     Raises:
         CollectiveError: the device fails in one.
     """
-    failures: list[Failure] = []
+    failures: list[BringupFailure] = []
     for case in cases:
         watch.begin(case.name, case.assumption)
         oracle, graph = Interpreter(case.file, mesh), None
-        of_case, seconds = list[Failure](), 0.0
+        of_case, seconds = list[BringupFailure](), 0.0
         for load in case.loads:
             of_all = [case.operands(other, load) for other in range(mesh.size)]
             try:
@@ -256,7 +256,7 @@ def run_collectives(
                 raise CollectiveError(f"{FOUND}[{case.assumption}] {case.name}: rank {rank}: {error}") from error
             expected = oracle([[operand.clone() for operand in operands] for operands in of_all])[rank]
             if message := _difference(case, expected, actual):
-                of_case.append(Failure(case.assumption, case.name, f"rank {rank}{', load ' + load if load else ''}: {message}"))
+                of_case.append(BringupFailure(case.assumption, case.name, f"rank {rank}{', load ' + load if load else ''}: {message}"))
         failures += watch.end(of_case[:1], [Timing(case.name, case.shapes, seconds, case.moved_bytes)])
     return failures
 
@@ -283,13 +283,13 @@ def in_order(rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     return torch.cat(parts) if parts else rows[:0]
 
 
-class Watch:
+class CollectiveWatch:
     """Is told of collectives; this one, of all ranks but the first, hands failures on."""
 
     def begin(self, name: str, assumption: str) -> None:
         """A collective begins, or the measurement of the dies."""
 
-    def end(self, failures: list[Failure], timings: Sequence[Timing] = (), facts: Mapping[str, Any] = {}) -> list[Failure]:
+    def end(self, failures: list[BringupFailure], timings: Sequence[Timing] = (), facts: Mapping[str, Any] = {}) -> list[BringupFailure]:
         """It has ended; returns those of its failures that the rank has to tell by itself."""
         return failures
 
@@ -308,7 +308,7 @@ class CollectivesCheck:
 
     skip: frozenset[str] = frozenset()
     wanted: Wanted = field(default_factory=Wanted)
-    watch: Watch = field(default_factory=Watch)
+    watch: CollectiveWatch = field(default_factory=CollectiveWatch)
     count: int = 0
     left_out: list[str] = field(default_factory=list)
 
@@ -339,7 +339,7 @@ class CollectivesCheck:
             raise CollectiveError(f"{FOUND}[{failures[0].assumption}] {failures[0].what}: {failures[0].message}")
 
 
-def failure_in(message: str) -> Failure | None:
+def failure_in(message: str) -> BringupFailure | None:
     """The failure that a `CollectiveError` of any rank tells of; None for another error."""
     match = re.search(re.escape(FOUND) + r"\[([\w-]+)\] (.*?): (rank .*)", message, re.DOTALL)
-    return Failure(match[1], match[2], match[3]) if match else None
+    return BringupFailure(match[1], match[2], match[3]) if match else None

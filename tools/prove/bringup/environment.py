@@ -21,7 +21,7 @@ from ....lowering.toolchain import toolchain
 from ...host import read_host
 from ...ranks.environment import merged, under
 from .device_graph import Host
-from .results import ENVIRONMENT, Failure, Judgement
+from .results import ENVIRONMENT, BringupFailure, Judgement
 
 DRIVER = Path("/usr/local/Ascend/driver/version.info")
 """Where the Ascend driver writes its version."""
@@ -46,7 +46,7 @@ class EnvironmentCase:
         return Judgement(failures, facts=facts)
 
 
-def check_environment(artifact: Artifact, host: Host, environment: Mapping[str, str]) -> tuple[list[Failure], dict[str, Any]]:
+def check_environment(artifact: Artifact, host: Host, environment: Mapping[str, str]) -> tuple[list[BringupFailure], dict[str, Any]]:
     """The device answers, its CANN is not older than the one that graphs were converted for, and planned variables are set.
 
     Args:
@@ -68,23 +68,23 @@ def check_environment(artifact: Artifact, host: Host, environment: Mapping[str, 
     failures = []
     if planned.variables:
         missing = ", ".join(f"{name}={value}" for name, value in planned.variables.items())
-        failures.append(Failure("toolchain", "environment", f"not set in this process: {missing}"))
+        failures.append(BringupFailure("toolchain", "environment", f"not set in this process: {missing}"))
     if (release := cann_release(device)) is not None and release < _numbers(ASSUMED_CANN):
         message = f"{device.name} has {device.version}; graphs were converted for CANN {ASSUMED_CANN}: build with this CANN's number"
-        failures.append(Failure("toolchain", "CANN", message))
+        failures.append(BringupFailure("toolchain", "CANN", message))
     if home := environment.get("ASCEND_HOME_PATH"):
         platform, captured = Platform.of(artifact.manifest.platform), artifact.manifest.backend != "ge"
         items = [*inventory(Path(home), environment, [platform], installed().get("torch_npu", ""), captured=captured)]
         facts["inventory"] = {item.name: item.found for item in items}
-        failures += [Failure("toolchain", item.name, f"{item.found}: {item.advice}") for item in items if item.advice]
+        failures += [BringupFailure("toolchain", item.name, f"{item.found}: {item.advice}") for item in items if item.advice]
     try:
         failures += _memory(host)
     except LoweringError as error:
-        failures.append(Failure("device", "copies", str(error)))
+        failures.append(BringupFailure("device", "copies", str(error)))
     return failures, facts
 
 
-def _memory(host: Host) -> list[Failure]:
+def _memory(host: Host) -> list[BringupFailure]:
     """Copies to the device and back, through page-locked memory."""
     value = torch.arange(4096, dtype=torch.int32)
     memory = host.device.empty((4096,), torch.int32)
@@ -92,7 +92,7 @@ def _memory(host: Host) -> list[Failure]:
     zeros = host.read(host.device.zeros((16,), torch.float32))
     if torch.equal(host.read(memory), value) and not bool(zeros.any()):
         return []
-    return [Failure("device", "copies", "what was copied to the device came back as something else")]
+    return [BringupFailure("device", "copies", "what was copied to the device came back as something else")]
 
 
 def driver_version(path: Path) -> str:

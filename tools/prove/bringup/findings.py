@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from .results import ALL, Finding, RungResult
+from .results import ALL, BringupFinding, RungResult
 
 NAME = "bringup.jsonl"
 """The first line says of what; a later line of a case replaces an earlier one."""
@@ -23,7 +23,7 @@ class Findings:
 
     def __init__(self, path: Path | None = None) -> None:
         self._path = path
-        self._found: dict[tuple[str, str], Finding] = {}
+        self._found: dict[tuple[str, str], BringupFinding] = {}
 
     def begin(self, identity: Mapping[str, Any], *, resume: bool) -> int:
         """Starts the file; returns how many cases need not be judged again.
@@ -44,7 +44,7 @@ class Findings:
             new.replace(self._path)
         return sum(1 for _, case in self._found if case)
 
-    def add(self, finding: Finding) -> None:
+    def add(self, finding: BringupFinding) -> None:
         """Takes a finding."""
         self._found[finding.rung, finding.case] = finding
         if self._path:
@@ -61,9 +61,9 @@ class Findings:
         return [RungResult.of(rung, found) for rung, found in of.items() if found]
 
 
-def read(path: Path, identity: Mapping[str, Any]) -> dict[tuple[str, str], Finding]:
+def read(path: Path, identity: Mapping[str, Any]) -> dict[tuple[str, str], BringupFinding]:
     """The findings in a file, by rung and case; none if they are of something else. A line that was not finished counts as absent."""
-    found: dict[tuple[str, str], Finding] = {}
+    found: dict[tuple[str, str], BringupFinding] = {}
     lines = path.read_text().splitlines() if path.is_file() else []
     for number, line in enumerate(lines):
         try:
@@ -73,6 +73,6 @@ def read(path: Path, identity: Mapping[str, Any]) -> dict[tuple[str, str], Findi
         if number == 0 and values.get("of") != identity:
             return {}
         if number:
-            finding = Finding.from_dict(values)
+            finding = BringupFinding.from_dict(values)
             found[finding.rung, finding.case] = finding
     return found

@@ -13,7 +13,7 @@ from ....runtime.request import Sampling
 from ...progress import Bar
 from ...ranks.offline import OfflineCompletion, complete
 from ..golden import Golden, GoldenPrompt, Top
-from .results import Failure
+from .results import BringupFailure
 
 WHAT = "golden tokens"
 MOST_TURNS = 4
@@ -68,7 +68,7 @@ class _Turn(NamedTuple):
         return (*self.golden.prompt, *self.golden.tokens[: self.first])
 
 
-def run_golden(executor: Executor, golden: Golden, allowed: Allowed, bar: Bar) -> tuple[list[Failure], dict[str, Any], list[str]]:
+def run_golden(executor: Executor, golden: Golden, allowed: Allowed, bar: Bar) -> tuple[list[BringupFailure], dict[str, Any], list[str]]:
     """Serves the prompts of a file that the artifact has room for; returns failures, facts and what was left out.
 
     Where the artifact takes another token the prompt goes on behind the golden one, if the two are as good as equal: all places are judged.
@@ -77,7 +77,7 @@ def run_golden(executor: Executor, golden: Golden, allowed: Allowed, bar: Bar) -
     turns, found = [_Turn(i, each, 0) for i, each in enumerate(golden.prompts)], _Found()
     if golden.vocab_size > executor.vocab_size:
         message = f"the file is of a model of {golden.vocab_size} ids, the artifact of one of {executor.vocab_size}"
-        return [Failure("kernels", WHAT, message)], {}, []
+        return [BringupFailure("kernels", WHAT, message)], {}, []
     fits = [turn for turn in turns if len(turn.prompt) + len(turn.golden.tokens) <= executor.limits.max_model_len]
     left_out = left_out[: not executor.max_logprobs] + [
         f"prompt {turn.number}: longer than the context" for turn in turns if turn not in fits
@@ -89,11 +89,11 @@ def run_golden(executor: Executor, golden: Golden, allowed: Allowed, bar: Bar) -
         try:
             answers = _answers(executor, turns, golden)
         except NpucompileError as error:
-            return [Failure.of("one-session", WHAT, error)], {}, left_out
+            return [BringupFailure.of("one-session", WHAT, error)], {}, left_out
         turns = [after for turn, answer in zip(turns, answers, strict=True) for after in _compared(turn, answer, allowed, found)]
         bar.step(f"turn {number + 1}")
     facts = {"prompts": len(fits), "golden_tokens": found.tokens, "ties": found.ties, **_means(found)}
-    return [Failure("kernels", WHAT, message) for message in _judged(found, allowed)], facts, left_out
+    return [BringupFailure("kernels", WHAT, message) for message in _judged(found, allowed)], facts, left_out
 
 
 def _answers(executor: Executor, turns: Sequence[_Turn], golden: Golden) -> list[OfflineCompletion]:

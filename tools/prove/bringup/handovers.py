@@ -19,7 +19,7 @@ from ....runtime.kv_transfer.messages import Ready
 from ....runtime.kv_transfer.pools import Peer, Pools
 from ....runtime.request import RECEIVE, SEND, Event, FinishEvent, ParkedEvent, Request, TokenEvent
 from ...progress import Bar
-from .results import Failure
+from .results import BringupFailure
 
 WHAT = "a handover to itself"
 TOKENS, PROMPTS = 2, 2
@@ -48,7 +48,7 @@ class Handovers(NamedTuple):
     read: ReadItem
     timeout_s: float
 
-    def run(self, bar: Bar) -> tuple[list[Failure], dict[str, Any]]:
+    def run(self, bar: Bar) -> tuple[list[BringupFailure], dict[str, Any]]:
         """Hands prompts of lengths around a page over; with decode buckets their first tokens are those without a handover, but for one:
         the last token of a prompt is computed by another bucket, which rounds otherwise, and every token follows from those before it."""
         prompts, nbytes, different = self._prompts(), 0, 0
@@ -59,12 +59,12 @@ class Handovers(NamedTuple):
                 nbytes += count
                 different += decodes and tokens[0] != self._complete(prompt)[0]
             except NpucompileError as error:
-                return [Failure.of("handovers", f"{WHAT} of {len(prompt)} tokens", error)], {}
+                return [BringupFailure.of("handovers", f"{WHAT} of {len(prompt)} tokens", error)], {}
             bar.step(f"{len(prompt)} tokens")
         facts = {"prompts": PROMPTS, "compared_bytes": nbytes, "other_tokens": different}
         if different > 1:
             message = f"{different} of {PROMPTS} prompts have another first token after a handover than without; legal is one at most"
-            return [Failure("handovers", WHAT, message)], facts
+            return [BringupFailure("handovers", WHAT, message)], facts
         return [], facts
 
     def _prompts(self) -> list[list[int]]:

@@ -16,8 +16,8 @@ from ....lowering.ascend.subgraph import Subgraph
 from ...agreement.compare import Deviations
 from ...progress import Bar
 from .device_graph import DeviceGraph, Host
-from .recording import BucketGraph, Recorder, Values, distinct_bodies
-from .results import Failure, Judgement, Timing
+from .recording import BucketGraph, StepRecorder, Values, distinct_bodies
+from .results import BringupFailure, Judgement, Timing
 from .steps import PlannedStep
 
 STEPS = 10
@@ -50,18 +50,18 @@ class LayerCase:
         try:
             graph = DeviceGraph(host, self.part.ge_file, self.operands)
         except LoweringError as error:
-            return Judgement([Failure.of("compiles", self.name, error)])
+            return Judgement([BringupFailure.of("compiles", self.name, error)])
         oracle, operands, deviations = Interpreter(self.part.ge_file, Mesh()), list(self.operands), Deviations()
         times = []
         for number, fed in enumerate(self.fed):
             try:
                 times.append(self._step(number, fed, graph, oracle, operands, deviations))
             except LoweringError as error:
-                return Judgement([Failure.of(self.assumption, self.name, error, f"step {number}: ")], spent=True)
+                return Judgement([BringupFailure.of(self.assumption, self.name, error, f"step {number}: ")], spent=True)
         timing = Timing(self.name, "", sorted(times)[len(times) // 2], sum(operand.nbytes for operand in self.operands))
         wrong = deviations.beyond()
         listed = "; ".join(f"{name} from step {deviations.first_step[name]} on: {deviations.by_name[name]}" for name in wrong[:3])
-        return Judgement([Failure(assumption_of(self.types, wrong), self.name, listed)] if wrong else [], [timing])
+        return Judgement([BringupFailure(assumption_of(self.types, wrong), self.name, listed)] if wrong else [], [timing])
 
     def _step(
         self,
@@ -87,7 +87,7 @@ class LayerCase:
         return seconds
 
 
-def layer_cases(graph: BucketGraph, recorder: Recorder, steps: Sequence[PlannedStep], bar: Bar) -> tuple[list[LayerCase], list[str]]:
+def layer_cases(graph: BucketGraph, recorder: StepRecorder, steps: Sequence[PlannedStep], bar: Bar) -> tuple[list[LayerCase], list[str]]:
     """The layers of a bucket's graph that do not communicate, with what they see in these steps; and those that do."""
     cases, communicating = list[LayerCase](), list[str]()
     constant = {tensor for tensor, leaf in graph.operand.items() if leaf.part not in ("state", "inputs")}

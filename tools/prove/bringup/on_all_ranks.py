@@ -29,10 +29,10 @@ from ...ranks.launch import opened_ranks
 from ..golden import Golden
 from . import buckets, golden_tokens, handovers, short_serve
 from .child import Child, Moves
-from .collectives import CollectivesCheck, Watch, failure_in
+from .collectives import CollectivesCheck, CollectiveWatch, failure_in
 from .device_graph import Host
 from .recording import shipped_buckets
-from .results import ALTERNATION, BUCKETS, COLLECTIVES, GOLDEN, HANDOVERS, SERVE, Failure, Finding, Judgement, Timing, Wanted
+from .results import ALTERNATION, BUCKETS, COLLECTIVES, GOLDEN, HANDOVERS, SERVE, BringupFailure, BringupFinding, Judgement, Timing, Wanted
 from .steps import StepPlanner
 
 READY = "getting ready"
@@ -76,7 +76,7 @@ class OnAllRanks:
                 self.get_ready(child)
                 if COLLECTIVES in self.done:
                     facts = {"ranks": child.mesh.size, "collectives": check.count}
-                    child.conclude(Finding(COLLECTIVES, "", facts=facts, left_out=check.left_out))
+                    child.conclude(BringupFinding(COLLECTIVES, "", facts=facts, left_out=check.left_out))
                 _WholeSteps(self, child, executor).run()
         except NpucompileError as error:
             # That of another rank may come from here or, where this one was waiting, from leaving the ranks.
@@ -115,7 +115,7 @@ class _Starts(Moves):
         self._work.get_ready(self.child)
 
 
-class _Told(Watch):
+class _Told(CollectiveWatch):
     """Says what becomes of collectives on the first rank."""
 
     def __init__(self, work: OnAllRanks, child: Child) -> None:
@@ -125,7 +125,7 @@ class _Told(Watch):
         """Says so."""
         self._child.begin(COLLECTIVES, name, assumption)
 
-    def end(self, failures: list[Failure], timings: Sequence[Timing] = (), facts: Mapping[str, Any] = {}) -> list[Failure]:
+    def end(self, failures: list[BringupFailure], timings: Sequence[Timing] = (), facts: Mapping[str, Any] = {}) -> list[BringupFailure]:
         """Says what it came to."""
         self._child.end(Judgement(failures, timings, facts))
         self._work.get_ready(self._child)
@@ -150,7 +150,7 @@ class _WholeSteps:
                 self._judge(BUCKETS, bucket.name, functools.partial(_missing, bucket.name, reason))
             judge = functools.partial(self._judge, BUCKETS)
             buckets.run_buckets(self._executor, self._read_state, self._planner, comparison, judge)
-            self._child.conclude(Finding(BUCKETS, "", left_out=notes))
+            self._child.conclude(BringupFinding(BUCKETS, "", left_out=notes))
         fresh = replace(comparison, different=set(), messages=[], compared=0)
         self._alone(ALTERNATION, buckets.IN_TURNS, functools.partial(self._alternate, fresh), notes)
         missing = {PREFILL.name, DECODE.name} - {bucket.kind for bucket in self._executor.buckets}
@@ -171,7 +171,7 @@ class _WholeSteps:
             return
         if run:
             self._judge(rung, case, judge)
-        self._child.conclude(Finding(rung, "", left_out=left_out))
+        self._child.conclude(BringupFinding(rung, "", left_out=left_out))
 
     def _alternate(self, comparison: buckets.Comparison) -> Judgement:
         with self._child.progress.bar(ALTERNATION, 0) as bar:
@@ -195,7 +195,7 @@ class _WholeSteps:
         try:
             pools = open_pools(self._executor, self._settings.host_address or address, protocol_of(self._settings.device))
         except NpucompileError as error:
-            return Judgement([Failure.of("handovers", "the transfer engine", error)])
+            return Judgement([BringupFailure.of("handovers", "the transfer engine", error)])
         with closing(pools), self._child.progress.bar(HANDOVERS, 0) as bar:
             instance = located(instance_of(self._artifact.manifest), pools.ranks)
             read = item_reader(self._executor, self._settings.step_limit_s)
@@ -224,7 +224,7 @@ class _WholeSteps:
 
 
 def _missing(bucket: str, reason: str) -> Judgement:
-    return Judgement([Failure("compiles", bucket, reason, code_of(reason))])
+    return Judgement([BringupFailure("compiles", bucket, reason, code_of(reason))])
 
 
 def state_reader(executor: Executor, timeout_s: float) -> Callable[[], Mapping[str, torch.Tensor]]:

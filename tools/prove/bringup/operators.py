@@ -22,7 +22,7 @@ from ...agreement.compare import first_mismatch, mismatch
 from .device_graph import DeviceGraph, Host
 from .operands import variants
 from .recording import Values, is_int4
-from .results import Failure, Judgement, Timing
+from .results import BringupFailure, Judgement, Timing
 
 MOST = 400
 """Distinct operators that are run; beyond it only the smallest and the largest shapes of each type, dtypes and attributes."""
@@ -125,7 +125,7 @@ def judge_operator(host: Host, case: OperatorCase) -> Judgement:
         try:
             graph = DeviceGraph(host, case.subgraph.ge_file, operands) if graph is None or graph.nz_operands else graph
         except LoweringError as error:
-            return Judgement([Failure.of(case.assumption, case.name, error, f"{case.shapes}: ")], timings)
+            return Judgement([BringupFailure.of(case.assumption, case.name, error, f"{case.shapes}: ")], timings)
         try:
             for index, operand in enumerate(operands):
                 if index not in graph.nz_operands:
@@ -133,7 +133,9 @@ def judge_operator(host: Host, case: OperatorCase) -> Judgement:
             actual, seconds = graph.run()
             left = graph.operands(case.subgraph.written)
         except LoweringError as error:
-            return Judgement([Failure.of(case.assumption, case.name, error, f"{name} operands {case.shapes}: ")], timings, spent=True)
+            return Judgement(
+                [BringupFailure.of(case.assumption, case.name, error, f"{name} operands {case.shapes}: ")], timings, spent=True
+            )
         timings = timings or [Timing(case.name, case.shapes, seconds, sum(tensor.nbytes for tensor in (*operands, *expected)))]
         pairs = [*zip(case.subgraph.results, expected, actual, strict=True)]
         pairs += [
@@ -143,7 +145,7 @@ def judge_operator(host: Host, case: OperatorCase) -> Judgement:
         if message := first_mismatch(pairs):
             in_nz = bool(graph.nz_operands) and _right_in_nd(host, case, operands, expected)
             assumption = "nz-weights" if in_nz else case.trial.wrong
-            return Judgement([Failure(assumption, case.name, f"{name} operands {case.shapes}: {message}")], timings)
+            return Judgement([BringupFailure(assumption, case.name, f"{name} operands {case.shapes}: {message}")], timings)
     return Judgement(timings=timings)
 
 

@@ -155,7 +155,7 @@ def is_int4(op: Any) -> bool:
     return bool(op.type == "Bitcast" and read(op).attrs["type"] == INT4)
 
 
-class Recorder:
+class StepRecorder:
     """Runs steps of a bucket on the CPU, for all ranks, and keeps every tensor of rank 0.
 
     Of several calls of one body only the first runs; what the others give is drawn at random, so that a recording takes one layer of each

@@ -30,7 +30,7 @@ PARTS: Mapping[str, tuple[str, ...]] = {
 
 
 @dataclass(frozen=True)
-class Failure:
+class BringupFailure:
     """Something that is wrong on a device.
 
     Attributes:
@@ -46,7 +46,7 @@ class Failure:
     code: str = ""
 
     @classmethod
-    def of(cls, assumption: str, what: str, error: BaseException, where: str = "") -> Failure:
+    def of(cls, assumption: str, what: str, error: BaseException, where: str = "") -> BringupFailure:
         """That of an error.
 
         Args:
@@ -119,14 +119,14 @@ class Judgement(NamedTuple):
         spent: whether the device can run no more, as after a step that failed.
     """
 
-    failures: Sequence[Failure] = ()
+    failures: Sequence[BringupFailure] = ()
     timings: Sequence[Timing] = ()
     facts: Mapping[str, Any] = {}
     left_out: Sequence[str] = ()
     spent: bool = False
 
 
-class Case(Protocol):
+class DeviceCase(Protocol):
     """Something that is run on one device by itself; it is pickled on its way to the process that has the device."""
 
     @property
@@ -145,21 +145,21 @@ class Case(Protocol):
 
 
 @dataclass(frozen=True)
-class Finding:
+class BringupFinding:
     """What a case came to; or, without the name of a case, what a rung says of itself when all of its cases have been judged."""
 
     rung: str
     case: str
     seconds: float = 0.0
-    failures: Sequence[Failure] = ()
+    failures: Sequence[BringupFailure] = ()
     timings: Sequence[Timing] = ()
     facts: Mapping[str, Any] = field(default_factory=dict)
     left_out: Sequence[str] = ()
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Finding:
+    def from_dict(cls, values: Mapping[str, Any]) -> BringupFinding:
         """The inverse of `asdict`."""
-        parts = {"failures": [Failure(**v) for v in values["failures"]], "timings": [Timing(**v) for v in values["timings"]]}
+        parts = {"failures": [BringupFailure(**v) for v in values["failures"]], "timings": [Timing(**v) for v in values["timings"]]}
         return cls(**{**values, **parts})
 
 
@@ -177,14 +177,14 @@ class RungResult:
 
     name: str
     seconds: float = 0.0
-    failures: list[Failure] = field(default_factory=list)
+    failures: list[BringupFailure] = field(default_factory=list)
     timings: list[Timing] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
     left_out: list[str] = field(default_factory=list)
     finished: bool = True
 
     @classmethod
-    def of(cls, rung: str, findings: Iterable[Finding]) -> RungResult:
+    def of(cls, rung: str, findings: Iterable[BringupFinding]) -> RungResult:
         """All findings of a rung; numbers that several cases found out are added up."""
         result = cls(rung, finished=False)
         for finding in findings:

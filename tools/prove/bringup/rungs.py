@@ -30,15 +30,28 @@ from ...ranks.rank_settings import RankSettings
 from ..golden import Golden
 from . import layers, operators
 from .captured import CallRecorder, OperatorCall
-from .child import Cases, Work
+from .child import Cases, ChildWork
 from .children import Children
 from .collectives import collective_cases
 from .environment import EnvironmentCase
 from .findings import Findings
 from .on_all_ranks import READY, STARTING, OnAllRanks
 from .rates import RatesCase
-from .recording import BucketGraph, CapturedBucket, Recorder, ShippedBucket, shipped_buckets
-from .results import ALL, BUCKETS, COLLECTIVES, ENVIRONMENT, LAYERS, OPERATORS, Case, Failure, Finding, RungResult, Timing, Wanted
+from .recording import BucketGraph, CapturedBucket, ShippedBucket, StepRecorder, shipped_buckets
+from .results import (
+    ALL,
+    BUCKETS,
+    COLLECTIVES,
+    ENVIRONMENT,
+    LAYERS,
+    OPERATORS,
+    BringupFailure,
+    BringupFinding,
+    DeviceCase,
+    RungResult,
+    Timing,
+    Wanted,
+)
 from .steps import StepPlanner
 
 ALL_RANKS = ALL[3:]
@@ -110,9 +123,9 @@ class Bringup:
 
     def _look(self, children: Children) -> bool:
         """Opens the device, which says of what the findings are; returns whether it could."""
-        early: list[Finding] = []
+        early: list[BringupFinding] = []
         children.add = early.append
-        cases: list[Case] = [EnvironmentCase(self.artifact.path, self.environment)]
+        cases: list[DeviceCase] = [EnvironmentCase(self.artifact.path, self.environment)]
         if ENVIRONMENT in self.wanted.cases:
             cases.append(RatesCase(chip_of(self.artifact.manifest)))
         children.run(lambda: None if early else Cases(ENVIRONMENT, tuple(cases)), ENVIRONMENT)
@@ -127,7 +140,7 @@ class Bringup:
             # Earlier findings are for the day on which there is a device again.
             self.findings = Findings()
         if ENVIRONMENT in self.wanted.cases or not children.version:
-            for finding in (*early, Finding(ENVIRONMENT, "")):
+            for finding in (*early, BringupFinding(ENVIRONMENT, "")):
                 self._add(finding)
         return bool(children.version)
 
@@ -137,7 +150,7 @@ class Bringup:
             if runs:
                 cases, facts, left_out = self._operators() if not captured else self._calls(captured)
                 if self._judge(children, OPERATORS, cases):
-                    self._add(Finding(OPERATORS, "", facts=facts, left_out=left_out))
+                    self._add(BringupFinding(OPERATORS, "", facts=facts, left_out=left_out))
         with self._rung(LAYERS) as runs:
             if runs:
                 left_out = ["layers of captured graphs: they run within their buckets"] if captured else []
@@ -147,7 +160,7 @@ class Bringup:
                     if not self._judge(children, LAYERS, layer_cases):
                         break
                 else:
-                    self._add(Finding(LAYERS, "", facts={"steps": layers.STEPS}, left_out=left_out))
+                    self._add(BringupFinding(LAYERS, "", facts={"steps": layers.STEPS}, left_out=left_out))
         children.close()
         if self._goes_on:
             self._on_all_ranks(children)
@@ -174,7 +187,7 @@ class Bringup:
         try:
             yield True
         except Exception as error:
-            self._add(Finding(name, "recording on the CPU", failures=[Failure.of("compiles", name, error)]))
+            self._add(BringupFinding(name, "recording on the CPU", failures=[BringupFailure.of("compiles", name, error)]))
         if not self._ended(name):
             self._end(name)
 
@@ -183,7 +196,7 @@ class Bringup:
             self.progress.say(f"{name}: {'passed' if result.passed else 'failed'} in {result.seconds:.1f} s")
             self.on_rung()
 
-    def _add(self, finding: Finding) -> None:
+    def _add(self, finding: BringupFinding) -> None:
         """Takes a finding, with the estimates of the cost model; the last one of a rung ends it."""
         estimated = [replace(timing, estimate_s=self._estimate(finding.rung, timing)) for timing in finding.timings]
         self.findings.add(replace(finding, timings=estimated))
@@ -207,7 +220,7 @@ class Bringup:
         cases, _ = collective_cases(self._shipped, self._mesh)
         return {case.name: seconds for case in cases if (seconds := self._seconds_of(case.file)) is not None}
 
-    def _price(self, cases: Iterable[Case]) -> None:
+    def _price(self, cases: Iterable[DeviceCase]) -> None:
         """Estimates what the cases take, by the cost model of whole graphs."""
         for case in cases:
             if isinstance(case, operators.OperatorCase | layers.LayerCase) and (seconds := self._seconds_of(case.graph)) is not None:
@@ -220,7 +233,7 @@ class Bringup:
             return estimate(graph, speeds, self._mesh, context, platform).step_ms / 1e3
         return None
 
-    def _judge(self, children: Children, rung: str, cases: Iterable[Case]) -> bool:
+    def _judge(self, children: Children, rung: str, cases: Iterable[DeviceCase]) -> bool:
         """Has the cases of a rung judged that have not been, a batch after another; returns whether all of them were."""
         left = [case for case in cases if self.wanted.takes(rung, case.name) and case.name not in self.findings.judged(rung)]
         self._price(left)
@@ -232,19 +245,19 @@ class Bringup:
                 bar.step(batch[-1].name, len(batch))
         return True
 
-    def _remaining(self, rung: str, cases: list[Case]) -> Work | None:
+    def _remaining(self, rung: str, cases: list[DeviceCase]) -> ChildWork | None:
         judged = self.findings.judged(rung)
         left = tuple(case for case in cases if case.name not in judged)
         return Cases(rung, left) if left else None
 
-    def _recorder(self, graph: BucketGraph) -> tuple[Recorder, StepPlanner]:
+    def _recorder(self, graph: BucketGraph) -> tuple[StepRecorder, StepPlanner]:
         planner = StepPlanner.of(self.artifact)
-        return Recorder(graph, self._mesh, self._params_of, planner.initial_state(graph.signature.state)), planner
+        return StepRecorder(graph, self._mesh, self._params_of, planner.initial_state(graph.signature.state)), planner
 
     def _params_of(self, rank: int) -> LoadParams:
         return params_of(self.artifact, self.settings, rank, Progress(quiet=True))
 
-    def _operators(self) -> tuple[list[Case], dict[str, int], list[str]]:
+    def _operators(self) -> tuple[list[DeviceCase], dict[str, int], list[str]]:
         """Operators of GE graphs, how many there are, and those that are left out."""
         cases: dict[tuple[str, ...], operators.OperatorCase] = {}
         with self.progress.bar("record", len(self._graphs)) as bar:
@@ -258,7 +271,7 @@ class Bringup:
         left_out = [f"{case.name} {case.shapes}: between the smallest and the largest of its kind" for case in others]
         return [*selected], {"distinct": len(cases), "run": len(selected)}, left_out
 
-    def _calls(self, graphs: list[CapturedBucket]) -> tuple[list[Case], dict[str, int], list[str]]:
+    def _calls(self, graphs: list[CapturedBucket]) -> tuple[list[DeviceCase], dict[str, int], list[str]]:
         """Operators of captured graphs."""
         calls: dict[str, OperatorCall] = {}
         with self.progress.bar("record", len(graphs)) as bar:
@@ -283,10 +296,10 @@ class Bringup:
         # Ranks that a launcher started join once, and all of them decide by their command lines what they run.
         asked = itertools.count()
 
-        def remaining() -> Work | None:
+        def remaining() -> ChildWork | None:
             for rung in rungs:
                 if not self._ended(rung) and self._all_judged(rung):
-                    self._add(Finding(rung, ""))
+                    self._add(BringupFinding(rung, ""))
             done = {rung: self.findings.judged(rung) for rung in rungs if not self._ended(rung)}
             if self.config and COLLECTIVES in rungs:
                 done[COLLECTIVES] = frozenset()

@@ -14,7 +14,7 @@ from ....runtime.request import Sampling
 from ...agreement.tolerances import INTEGERS
 from ...progress import Bar
 from ...ranks.offline import complete
-from .results import Failure
+from .results import BringupFailure
 
 WHAT = "a short serve"
 REQUESTS, TOKENS = 4, 12
@@ -28,7 +28,7 @@ def prompts_of(executor: Executor, requests: int = REQUESTS) -> list[list[int]]:
     return [[int(t) for t in generator.integers(0, executor.vocab_size, lengths[i % len(lengths)])] for i in range(requests)]
 
 
-def run_serve(executor: Executor, bar: Bar) -> tuple[list[Failure], dict[str, Any]]:
+def run_serve(executor: Executor, bar: Bar) -> tuple[list[BringupFailure], dict[str, Any]]:
     """Completes the prompts greedily with and without drafts: the tokens are equal, and nothing is compiled meanwhile.
 
     Where two logits are as good as equal a request may go another way with drafts than without; few may.
@@ -39,27 +39,27 @@ def run_serve(executor: Executor, bar: Bar) -> tuple[list[Failure], dict[str, An
         try:
             completions = complete(executor, prompts, Sampling(), TOKENS, frozenset(), speculative_tokens=drafts)
         except NpucompileError as error:
-            return [Failure.of("one-session", WHAT, error)], {}
+            return [BringupFailure.of("one-session", WHAT, error)], {}
         runs.append([completion.token_ids for completion in completions])
         bar.step("without drafts" if drafts == 0 else "as built")
     facts: dict[str, Any] = {"requests": len(prompts), "tokens": sum(map(len, runs[0])), "compiles": executor.compiles()}
     if facts["compiles"]:
-        return [Failure("one-session", WHAT, f"{facts['compiles']} compiles after ready; legal is none")], facts
+        return [BringupFailure("one-session", WHAT, f"{facts['compiles']} compiles after ready; legal is none")], facts
     if any(not 0 <= token < executor.vocab_size for tokens in runs[0] for token in tokens):
-        return [Failure("kernels", WHAT, f"tokens {runs[0]}; legal are 0 to {executor.vocab_size - 1}")], facts
+        return [BringupFailure("kernels", WHAT, f"tokens {runs[0]}; legal are 0 to {executor.vocab_size - 1}")], facts
     if len(runs) > 1:
         return _compared(runs[0], runs[1]), facts
     return [], facts
 
 
-def _compared(drafted: Sequence[Sequence[int]], plain: Sequence[Sequence[int]]) -> list[Failure]:
+def _compared(drafted: Sequence[Sequence[int]], plain: Sequence[Sequence[int]]) -> list[BringupFailure]:
     places = [_first_difference(a, b) for a, b in zip(drafted, plain, strict=True)]
     different = [i for i, place in enumerate(places) if place < TOKENS]
     if len(different) <= INTEGERS * sum(places):
         return []
     first = different[0]
     message = f"with drafts {list(drafted[first])}, without {list(plain[first])}; {len(different)} of {len(places)} requests differ"
-    return [Failure("delta-rule", WHAT, message)]
+    return [BringupFailure("delta-rule", WHAT, message)]
 
 
 def _first_difference(a: Sequence[int], b: Sequence[int]) -> int:

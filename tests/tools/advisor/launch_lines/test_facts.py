@@ -6,15 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from npucompile.tools.advisor.launch_lines.facts import Facts, sglang_series, vllm_series
+from npucompile.tools.advisor.launch_lines.facts import LaunchFacts, sglang_series, vllm_series
 
 
 @given(st.integers(1, 64), st.integers(1, 16))
 def test_a_mesh_has_the_ranks_of_its_engine(tp, dp):
-    vllm = Facts("vllm", {"vllm_tp": tp, "vllm_dp": dp}).mesh
-    replicas = Facts("sglang", {"sglang_tp": tp, "sglang_dp": dp}).mesh
-    attention = Facts("sglang", {"sglang_tp": tp * dp, "sglang_dp": dp, "dp_attention": True}).mesh
-    newer = Facts("sglang", {"sglang_tp": tp * dp, "attention_dp": dp}).mesh
+    vllm = LaunchFacts("vllm", {"vllm_tp": tp, "vllm_dp": dp}).mesh
+    replicas = LaunchFacts("sglang", {"sglang_tp": tp, "sglang_dp": dp}).mesh
+    attention = LaunchFacts("sglang", {"sglang_tp": tp * dp, "sglang_dp": dp, "dp_attention": True}).mesh
+    newer = LaunchFacts("sglang", {"sglang_tp": tp * dp, "attention_dp": dp}).mesh
     assert str(vllm) == str(replicas) == str(attention) == str(newer) == f"dp={dp},tp={tp}"
 
 
@@ -41,9 +41,9 @@ def test_captured_tokens_are_requests_and_their_drafts():
         "compilation_config": {"cudagraph_capture_sizes": [4, 8, 10, 64]},
         "vllm_requests": 8,
     }
-    assert Facts("vllm", values).buckets == (1, 2, 3)
-    assert Facts("vllm", {"vllm_requests": 8}).buckets == (1, 2, 4, 8)
-    assert Facts("vllm", {}).buckets == ()
+    assert LaunchFacts("vllm", values).buckets == (1, 2, 3)
+    assert LaunchFacts("vllm", {"vllm_requests": 8}).buckets == (1, 2, 4, 8)
+    assert LaunchFacts("vllm", {}).buckets == ()
 
 
 @pytest.mark.parametrize(
@@ -56,13 +56,13 @@ def test_captured_tokens_are_requests_and_their_drafts():
     ],
 )
 def test_drafts_are_one_fewer_than_verified(values, drafts):
-    assert Facts("sglang", values).drafts == drafts
+    assert LaunchFacts("sglang", values).drafts == drafts
 
 
 def test_requests_of_all_groups_are_shared_by_them():
     values = {"sglang_requests": 50, "sglang_tp": 16, "sglang_dp": 8, "dp_attention": True}
-    assert Facts("sglang", values).group_requests == 7
-    assert Facts("vllm", {"vllm_requests": 50, "vllm_dp": 8}).group_requests == 50
+    assert LaunchFacts("sglang", values).group_requests == 7
+    assert LaunchFacts("vllm", {"vllm_requests": 50, "vllm_dp": 8}).group_requests == 50
 
 
 @pytest.mark.parametrize(
@@ -75,4 +75,4 @@ def test_requests_of_all_groups_are_shared_by_them():
     ],
 )
 def test_roles(values, role):
-    assert Facts("vllm", values).role == role
+    assert LaunchFacts("vllm", values).role == role

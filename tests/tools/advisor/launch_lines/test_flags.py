@@ -12,8 +12,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from npucompile.tools.advisor.launch_lines.flags import Given, read_flags
-from npucompile.tools.advisor.launch_lines.tables import Engine, Row, engine
+from npucompile.tools.advisor.launch_lines.flags import GivenFlag, read_flags
+from npucompile.tools.advisor.launch_lines.tables import ProgramFlags, Row, engine
 
 
 class Recorded(argparse.Action):
@@ -35,7 +35,7 @@ class Recorded(argparse.Action):
         return off == (begun == pair)
 
 
-def parser_of(table: Engine) -> argparse.ArgumentParser:
+def parser_of(table: ProgramFlags) -> argparse.ArgumentParser:
     """argparse's own parser of the flags of the newest release."""
     parser = argparse.ArgumentParser(add_help=False, exit_on_error=False)
     for row in table.rows:
@@ -62,7 +62,7 @@ VALUES = {
 
 
 @st.composite
-def occurrences(draw: Any, table: Engine) -> list[str]:
+def occurrences(draw: Any, table: ProgramFlags) -> list[str]:
     row: Row = draw(st.sampled_from([row for row in table.rows if not row.old and row.name not in ("-h", "--help")]))
     name = draw(st.sampled_from(row.names))
     if row.kind == "switch" and name.startswith("--") and draw(st.booleans()):
@@ -97,7 +97,7 @@ def test_shuffled_and_shortened_flags_are_read_as_argparse_reads_them(name, data
     assert not [each for each in read if each.problem or not each.row]
 
 
-def _value(each: Given) -> Any:
+def _value(each: GivenFlag) -> Any:
     return None if each.value is True and each.row and each.row.count == (0, 1) else _plain(each.value)
 
 

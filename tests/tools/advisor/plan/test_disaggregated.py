@@ -5,16 +5,16 @@ from __future__ import annotations
 import pytest
 
 from npucompile.tools.advisor.plan.disaggregated import HANDOVER_S, simulate_disaggregated
-from npucompile.tools.advisor.plan.simulate import Setting
-from npucompile.tools.advisor.plan.system import Serving, Workload
+from npucompile.tools.advisor.plan.simulate import SimulatedSetting
+from npucompile.tools.advisor.plan.system import PlannedServing, Workload
 from npucompile.tools.advisor.plan.table import StepTable
 
 
 def run(work: Workload, instances: int = 1, most: int = 64, pool: float = 1e9, batch: int = 1):
     table = StepTable(range(1, 65), 1, 1000, lambda rows, context: 0.01 + 0 * rows * context)
     prefill_s = lambda largest, prompts, new, cached: 0.001 * largest * new  # noqa: E731
-    setting = Setting(work, Serving("sglang", most), [1.0] * work.requests, 1, pool, table, prefill_s)
-    return simulate_disaggregated(setting, Serving("sglang", batch, budget=1000), 1, instances, 0.0)
+    setting = SimulatedSetting(work, PlannedServing("sglang", most), [1.0] * work.requests, 1, pool, table, prefill_s)
+    return simulate_disaggregated(setting, PlannedServing("sglang", batch, budget=1000), 1, instances, 0.0)
 
 
 def test_a_request_alone_is_prefilled_handed_over_and_decoded():

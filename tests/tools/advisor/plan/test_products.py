@@ -19,9 +19,9 @@ from npucompile.tools.advisor.plan.products import (
     product,
 )
 from npucompile.tools.advisor.plan.shape import shape_of
-from npucompile.tools.advisor.plan.system import Layout, Machine
+from npucompile.tools.advisor.plan.system import PlannedLayout, PlannedMachine
 
-SPEEDS = Speeds(Machine("a3"), fitted())
+SPEEDS = Speeds(PlannedMachine("a3"), fitted())
 
 
 def test_few_rows_wait_for_weights_and_many_for_the_matrix_unit():
@@ -52,8 +52,8 @@ def test_distinct_experts_match_a_simulation():
 
 def test_the_exchange_goes_through_the_published_table():
     shape, ideal = shape_of("deepseek-r1"), fitted()
-    speeds = Speeds(Machine("a3"), type(ideal)(**{**vars(ideal), "imbalance": 1.0}))
-    both = {ranks: float(exchange(speeds, shape, Layout(ranks, 1), np.array(128.0))) * 1e6 for ranks in (8, 16, 32)}
+    speeds = Speeds(PlannedMachine("a3"), type(ideal)(**{**vars(ideal), "imbalance": 1.0}))
+    both = {ranks: float(exchange(speeds, shape, PlannedLayout(ranks, 1), np.array(128.0))) * 1e6 for ranks in (8, 16, 32)}
     for ranks, published in {8: 132 + 126, 16: 139 + 135, 32: 153 + 151}.items():
         assert both[ranks] == pytest.approx(published, rel=0.07)
     assert set(NORMAL) >= {8, 16, 32, 64, 128}

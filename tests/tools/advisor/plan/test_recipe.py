@@ -11,7 +11,7 @@ from npucompile.tools.advisor.plan.parameters import fitted
 from npucompile.tools.advisor.plan.recipe import command_of, options_of, refusal, serve_command, serve_commands
 from npucompile.tools.advisor.plan.search import search
 from npucompile.tools.advisor.plan.shape import shape_of
-from npucompile.tools.advisor.plan.system import Serving, Workload
+from npucompile.tools.advisor.plan.system import PlannedServing, Workload
 from npucompile.tools.advisor.plan.traffic import of_lengths
 from npucompile.tools.builder.plan import Options, plan
 from npucompile.tools.builder.targets import target as machine_target
@@ -63,6 +63,6 @@ def test_what_a_build_refuses_is_said():
 
 def test_the_server_is_what_was_simulated():
     work = Workload((5, 5), (5, 5), 2, priorities=(0, -3))
-    assert serve_command("qwen3-32b", Serving(), Workload((5, 5), (5, 5), 2, priorities=(0, 3))) == "npucompile serve qwen3-32b"
-    command = serve_command("an artifact", Serving(itl_target_ms=62.5), work)
+    assert serve_command("qwen3-32b", PlannedServing(), Workload((5, 5), (5, 5), 2, priorities=(0, 3))) == "npucompile serve qwen3-32b"
+    command = serve_command("an artifact", PlannedServing(itl_target_ms=62.5), work)
     assert command == "npucompile serve 'an artifact' --itl-target 62.5 --min-priority -3"

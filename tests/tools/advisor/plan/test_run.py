@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from npucompile.tools.advisor.plan.run import Spread, by_priority, weighted
+from npucompile.tools.advisor.plan.run import LatencySpread, by_priority, weighted
 
 
 @given(st.lists(st.tuples(st.floats(0, 100), st.integers(1, 5)), min_size=1))
@@ -17,7 +17,7 @@ def test_weights_count_like_repetitions(pairs) -> None:
     assert ours.mean == pytest.approx(values.mean(), abs=1e-9)
     for quantile, mark in zip((0.5, 0.95, 0.99), ours[1:], strict=True):
         assert np.quantile(values, quantile, method="inverted_cdf") == pytest.approx(mark)
-    assert Spread.of(values).mean == pytest.approx(ours.mean)
+    assert LatencySpread.of(values).mean == pytest.approx(ours.mean)
 
 
 def test_priorities_have_their_own_means():

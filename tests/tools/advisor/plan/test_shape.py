@@ -12,7 +12,7 @@ from npucompile.models.registry import find
 from npucompile.tools.advisor.plan.prefill import expert_layer_bytes
 from npucompile.tools.advisor.plan.products import attention_weights
 from npucompile.tools.advisor.plan.shape import shape_of
-from npucompile.tools.advisor.plan.system import Layout, Machine, Scheme, System
+from npucompile.tools.advisor.plan.system import PlannedLayout, PlannedMachine, Scheme, System
 
 MODELS = ("deepseek-r1", "deepseek-v3.2", "qwen3-32b", "qwen3-235b-a22b", "qwen3-next-80b-a3b", "qwen3.5-27b", "qwen3.5-397b", "qwen3-0.6b")
 
@@ -30,7 +30,7 @@ def test_it_counts_the_parameters_of_the_model(name: str) -> None:
     count = shape.full_layers * full + shape.linear_layers * linear + shape.dense_layers * 3 * shape.hidden * shape.dense_width
     if shape.latent:
         count += shape.full_layers * shape.heads * shape.latent.kv_rank * (shape.latent.nope + shape.latent.value)
-    one = System(shape, Scheme("bytes", 1.0, 1.0, 1.0), Layout(1, 1), Machine("any"))
+    one = System(shape, Scheme("bytes", 1.0, 1.0, 1.0), PlannedLayout(1, 1), PlannedMachine("any"))
     router = shape.hidden * shape.experts
     count += shape.expert_layers * (expert_layer_bytes(one, 1.0, 1.0) - router)
     tied = source.model.config.tie_word_embeddings

@@ -14,8 +14,8 @@ from npucompile.graphs.types import Bucket, Limits
 from npucompile.runtime.scheduler.policy import Policy
 from npucompile.runtime.scheduler.step_times import StepTimes
 from npucompile.runtime.steps.sizes import choose
-from npucompile.tools.advisor.plan.simulate import Setting, simulate
-from npucompile.tools.advisor.plan.system import Serving, Workload
+from npucompile.tools.advisor.plan.simulate import SimulatedSetting, simulate
+from npucompile.tools.advisor.plan.system import PlannedServing, Workload
 from npucompile.tools.advisor.plan.table import StepTable
 
 PAGE = 16
@@ -72,9 +72,11 @@ def test_it_is_the_scheduler_that_serves(work: Workload, running: int, tokens: i
     chunk = max(bucket.q_len for bucket in prefill)
     decode_s = {bucket.batch: seconds[bucket] for bucket in decode}
     table = StepTable(list(decode_s), 1, 128, lambda batch, context: np.vectorize(decode_s.get)(batch) + 0 * context)
-    serving = Serving("npucompile", running, chunk * most, chunk, most, prefill_burst=burst, itl_target_ms=target, fixed_tokens=fixed)
+    serving = PlannedServing(
+        "npucompile", running, chunk * most, chunk, most, prefill_burst=burst, itl_target_ms=target, fixed_tokens=fixed
+    )
     times_s = lambda largest, _, new, cached: seconds[Bucket("prefill", largest, new)]  # noqa: E731
-    trace = simulate(Setting(work, serving, [float(tokens)] * work.requests, 1, 1e9, table, times_s), policy.buckets)
+    trace = simulate(SimulatedSetting(work, serving, [float(tokens)] * work.requests, 1, 1e9, table, times_s), policy.buckets)
     assert (trace.sent, trace.first, trace.end) == (expected.sent, expected.first, expected.end)
     assert merged((span.kind, span.rows, span.start_s, span.end_s) for span in trace.spans) == merged(expected.steps)
     assert sorted(gap for gap, count in trace.gaps for _ in range(count)) == sorted(expected.gaps)
@@ -84,9 +86,9 @@ def test_it_is_the_scheduler_that_serves(work: Workload, running: int, tokens: i
 def plain(work: Workload, policy: str = "sglang", pool: float = 1e9, dp: int = 1, **options):
     """A load on steps of 10 ms and prefill of 1 ms a token."""
     table = StepTable(range(1, work.concurrency + 1), 1, 1000, lambda batch, context: 0.01 + 0 * batch * context)
-    serving = Serving(policy, work.concurrency, **{"budget": 100, **options})
+    serving = PlannedServing(policy, work.concurrency, **{"budget": 100, **options})
     prefill_s = lambda largest, _, new, cached: 0.001 * largest * new  # noqa: E731
-    return simulate(Setting(work, serving, [1.0] * work.requests, dp, pool, table, prefill_s))
+    return simulate(SimulatedSetting(work, serving, [1.0] * work.requests, dp, pool, table, prefill_s))
 
 
 def test_first_tokens_leave_one_step_late_where_results_are_read_late():
@@ -142,8 +144,8 @@ def test_several_groups_are_near_the_scheduler_that_serves(
     times = None if target is None else StepTimes(ms={bucket: 1e3 * own for bucket, own in seconds.items()})
     expected = served(work, policy, groups, tokens, lambda step: seconds[step.bucket], times)
     table = StepTable([b.batch for b in decode], 1, 128, lambda batch, context: 0.01 + 0.002 * batch + 0 * context)
-    serving = Serving("npucompile", places, 32, 32, 1, itl_target_ms=target)
-    setting = Setting(work, serving, [float(tokens)] * work.requests, groups, 1e9, table, lambda *_: 0.03)
+    serving = PlannedServing("npucompile", places, 32, 32, 1, itl_target_ms=target)
+    setting = SimulatedSetting(work, serving, [float(tokens)] * work.requests, groups, 1e9, table, lambda *_: 0.03)
     trace = simulate(setting, policy.buckets)
     for ours, theirs in ((trace.first, expected.first), (trace.end, expected.end)):
         mean = np.mean(np.subtract(theirs, expected.sent))

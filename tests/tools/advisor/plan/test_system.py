@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from npucompile.tools.advisor.plan.system import Layout, Scheme
+from npucompile.tools.advisor.plan.system import PlannedLayout, Scheme
 
 
 @pytest.mark.parametrize(
@@ -13,4 +13,4 @@ from npucompile.tools.advisor.plan.system import Layout, Scheme
 def test_bytes_of_weights_and_names_of_layouts(name: str, draft: str | None, sizes) -> None:
     scheme = Scheme.named(name, draft)
     assert (scheme.product, scheme.expert, scheme.draft) == sizes
-    assert (str(Layout(4, 2)), str(Layout(4, 2, instances=3)), Layout(4, 2).ranks) == ("dp=4,tp=2", "dp=4,tp=2 x 3", 8)
+    assert (str(PlannedLayout(4, 2)), str(PlannedLayout(4, 2, instances=3)), PlannedLayout(4, 2).ranks) == ("dp=4,tp=2", "dp=4,tp=2 x 3", 8)

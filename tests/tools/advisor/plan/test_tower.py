@@ -8,7 +8,7 @@ import pytest
 from click.testing import CliRunner
 
 from npucompile.tools.advisor.plan.parameters import fitted
-from npucompile.tools.advisor.plan.system import Machine
+from npucompile.tools.advisor.plan.system import PlannedMachine
 from npucompile.tools.advisor.plan.tower import tower_cost
 from npucompile.tools.builder.deployments import deployment
 from npucompile.tools.builder.plan import Options, plan
@@ -19,7 +19,7 @@ from npucompile.tools.notation import EncodeSize
 
 @pytest.mark.parametrize(("model", "parameters"), [("qwen3.5-397b", 456_010_480), ("qwen3.5-27b", 460_730_096)])
 def test_weights_are_those_of_the_published_towers(model, parameters):
-    cost = tower_cost(model, "bf16", Machine("ascend-a3"), fitted())
+    cost = tower_cost(model, "bf16", PlannedMachine("ascend-a3"), fitted())
     assert cost is not None
     # Heads of 72 channels are stored as 80.
     assert cost.weights_bytes / 2 == parameters + 27 * 16 * 8 * (4 * 1152 + 3)
@@ -29,13 +29,13 @@ def test_weights_are_those_of_the_published_towers(model, parameters):
 def test_weights_are_those_that_a_build_has(row):
     published = deployment(row)
     memory = planned_memory(plan(Options(published.model, deployment=row, encode=(EncodeSize(256),))))
-    cost = tower_cost(published.model, published.quantization, Machine("ascend-a3"), fitted())
+    cost = tower_cost(published.model, published.quantization, PlannedMachine("ascend-a3"), fitted())
     assert cost is not None
     assert [part.nbytes for part in memory.parts if part.name == "vision tower"] == [cost.weights_bytes]
 
 
 def test_steps_take_no_less_than_their_operations_and_attention_grows_by_the_square():
-    machine = Machine("ascend-a3")
+    machine = PlannedMachine("ascend-a3")
     cost = tower_cost("qwen3.5-397b", "bf16", machine, fitted())
     assert cost is not None
     # 0.826 GFLOP a patch, 124,416 a pair of patches and 80 MFLOP a token, of 27 layers of 1152 channels.
@@ -47,7 +47,7 @@ def test_steps_take_no_less_than_their_operations_and_attention_grows_by_the_squ
 
 
 def test_models_without_a_tower_take_none():
-    assert tower_cost("qwen3-32b", "w8a8", Machine("ascend-a3"), fitted()) is None
+    assert tower_cost("qwen3-32b", "w8a8", PlannedMachine("ascend-a3"), fitted()) is None
 
 
 def test_a_row_with_pictures_says_what_they_take():

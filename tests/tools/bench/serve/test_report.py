@@ -7,12 +7,12 @@ import math
 import re
 
 from npucompile.tools.bench.serve import report
-from npucompile.tools.bench.serve.outcome import Arrival, Outcome, Told
+from npucompile.tools.bench.serve.outcome import Arrival, ServerWord, StreamOutcome
 from npucompile.tools.bench.serve.summary import summarise
 
 LOAD = (
-    Outcome(0, 0.0, 0.0, 2.0, 10, (Arrival(0.5, 1), Arrival(2.0, 3)), Told(verify_steps=1, accepted_tokens=2)),
-    Outcome(1, 0.0, 0.0, 1.0, 10, error="no room"),
+    StreamOutcome(0, 0.0, 0.0, 2.0, 10, (Arrival(0.5, 1), Arrival(2.0, 3)), ServerWord(verify_steps=1, accepted_tokens=2)),
+    StreamOutcome(1, 0.0, 0.0, 1.0, 10, error="no room"),
 )
 
 

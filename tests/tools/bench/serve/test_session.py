@@ -33,7 +33,7 @@ def test_a_tokenizer_is_a_file_or_a_directory_with_one(tiny_checkpoint: Path) ->
 
 
 def test_urls_end_before_the_api() -> None:
-    fields: dict[str, Any] = dict.fromkeys(session.Options.__dataclass_fields__) | {"host": "::1", "port": 8}
-    assert session.Options(**fields).url == "http://[::1]:8"
+    fields: dict[str, Any] = dict.fromkeys(session.SessionOptions.__dataclass_fields__) | {"host": "::1", "port": 8}
+    assert session.SessionOptions(**fields).url == "http://[::1]:8"
     for url in ("http://h/", "http://h/v1"):
-        assert session.Options(**fields | {"base_url": url}).url == "http://h"
+        assert session.SessionOptions(**fields | {"base_url": url}).url == "http://h"

@@ -8,14 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from npucompile.graphs.errors import SpecError
-from npucompile.tools.bench.serve.outcome import Arrival, Outcome, Told
+from npucompile.tools.bench.serve.outcome import Arrival, ServerWord, StreamOutcome
 from npucompile.tools.bench.serve.summary import latency, meets, read_objectives, summarise
 
-TOLD = (Told(cached_tokens=4, verify_steps=2, accepted_tokens=1), Told(cached_tokens=0, verify_steps=2, accepted_tokens=2))
+TOLD = (ServerWord(cached_tokens=4, verify_steps=2, accepted_tokens=1), ServerWord(cached_tokens=0, verify_steps=2, accepted_tokens=2))
 LOAD = (
-    Outcome(0, 0.0, 0.0, 1.1, 10, (Arrival(0.5, 1), Arrival(0.7, 2), Arrival(1.0, 1)), TOLD[0]),
-    Outcome(1, 0.0, 1.0, 1.25, 20, (Arrival(1.25, 1),), TOLD[1]),
-    Outcome(2, 0.0, 1.25, 2.0, 40, (Arrival(1.5, 1),), error="it broke"),
+    StreamOutcome(0, 0.0, 0.0, 1.1, 10, (Arrival(0.5, 1), Arrival(0.7, 2), Arrival(1.0, 1)), TOLD[0]),
+    StreamOutcome(1, 0.0, 1.0, 1.25, 20, (Arrival(1.25, 1),), TOLD[1]),
+    StreamOutcome(2, 0.0, 1.25, 2.0, 40, (Arrival(1.5, 1),), error="it broke"),
 )
 
 
@@ -39,7 +39,7 @@ def test_the_figures_of_a_load() -> None:
 
 
 def test_nothing_told_is_nothing_claimed() -> None:
-    summary = summarise([Outcome(0, 0.0, 0.0, 1.0, 1, (Arrival(1.0, 1),))])
+    summary = summarise([StreamOutcome(0, 0.0, 0.0, 1.0, 1, (Arrival(1.0, 1),))])
     assert (summary.accept_length, summary.cached_tokens, summary.goodput) == (None, None, None)
     assert summary.tpot.count == 0
     assert summarise([]).request_throughput == 0.0
@@ -57,8 +57,8 @@ def test_statistics_are_numpys(seconds: list[float]) -> None:
         assert found.percentiles[percent] == pytest.approx(float(np.percentile(ms, percent)), **close)
 
 
-def times(draw_from: list[tuple[float, float]]) -> list[Outcome]:
-    return [Outcome(i, 0.0, sent, sent + length, 1) for i, (sent, length) in enumerate(draw_from)]
+def times(draw_from: list[tuple[float, float]]) -> list[StreamOutcome]:
+    return [StreamOutcome(i, 0.0, sent, sent + length, 1) for i, (sent, length) in enumerate(draw_from)]
 
 
 @given(st.lists(st.tuples(st.integers(0, 20), st.integers(1, 9)), max_size=30))

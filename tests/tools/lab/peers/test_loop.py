@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from npucompile.tools.lab.peers import loop
-from npucompile.tools.lab.peers.loop import Watch, answer
+from npucompile.tools.lab.peers.loop import ArrivalTimes, answer
 
 ADAPTER = """
 import os
@@ -81,7 +81,7 @@ def test_prefill_ends_with_the_last_first_token(streams: list[list[tuple[int, in
             at += gap
             arrivals += [(at, i, count)] if count else []
     now = 0.0
-    watch = Watch(len(streams), lambda: now)
+    watch = ArrivalTimes(len(streams), lambda: now)
     for at, i, count in sorted(arrivals):
         now = float(at)
         watch(i, [7] * count)

@@ -8,16 +8,16 @@ import torch
 from support import tiny
 
 from npucompile.lowering.artifact.artifact import Artifact
-from npucompile.tools.bench.streams import Load
+from npucompile.tools.bench.streams import StreamLoad
 from npucompile.tools.lab.peers.adapters.transformers import open_engine
-from npucompile.tools.lab.peers.loop import Watch
+from npucompile.tools.lab.peers.loop import ArrivalTimes
 from npucompile.tools.lab.peers.process import PeerError
 from npucompile.tools.lab.peers.run import our_side
 
 
 def test_a_process_of_ours_says_what_transformers_says(tiny_artifact: Path, tiny_checkpoint: Path) -> None:
-    prompts = Load(3, 6, 8).prompts(tiny.VOCAB)
-    transformers, watch = open_engine(), Watch(3)
+    prompts = StreamLoad(3, 6, 8).prompts(tiny.VOCAB)
+    transformers, watch = open_engine(), ArrivalTimes(3)
     transformers.load(str(tiny_checkpoint), "f32", torch.get_num_threads(), 14, 3)
     transformers.generate(prompts, 8, watch)
     environment = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}

@@ -12,10 +12,10 @@ from support.tiny import QUIET
 
 from npucompile.graphs.errors import ModelError, SpecError
 from npucompile.lowering.artifact.artifact import Artifact
-from npucompile.tools.bench.streams import Load
-from npucompile.tools.lab.peers.engines import PEERS, Peer
+from npucompile.tools.bench.streams import StreamLoad
+from npucompile.tools.lab.peers.engines import PEERS, EnginePeer
 from npucompile.tools.lab.peers.process import PeerError
-from npucompile.tools.lab.peers.run import Choice, checkpoint_dir, choice, convert, find, peer_side, peers
+from npucompile.tools.lab.peers.run import PeerChoice, checkpoint_dir, choice, convert, find, peer_side, peers
 
 FAKE = """
 import sys, time
@@ -42,20 +42,20 @@ def open_engine():
 """
 
 
-def fake(directory: Path, name: str, refuses: str = "", most: int = 99, **fields: Any) -> Peer:
+def fake(directory: Path, name: str, refuses: str = "", most: int = 99, **fields: Any) -> EnginePeer:
     """An engine that is a real process."""
     adapter = directory / f"{name}.py"
     adapter.write_text(FAKE.format(refuses=refuses, most=most))
-    return Peer(name, str(adapter), "pip install it", **fields)
+    return EnginePeer(name, str(adapter), "pip install it", **fields)
 
 
 def test_the_tables_have_every_side_or_its_reason(tiny_artifact: Path, tmp_path: Path) -> None:
     artifact = Artifact.open(tiny_artifact)
-    chosen = Choice((fake(tmp_path, "good", most=1), fake(tmp_path, "strict", "qwen3_5_moe_text"), PEERS["vllm"], PEERS["llama.cpp"]))
+    chosen = PeerChoice((fake(tmp_path, "good", most=1), fake(tmp_path, "strict", "qwen3_5_moe_text"), PEERS["vllm"], PEERS["llama.cpp"]))
     throughput, start = peers(
         artifact,
         chosen,
-        [Load(1, 6, 8), Load(3, 6, 8)],
+        [StreamLoad(1, 6, 8), StreamLoad(3, 6, 8)],
         1,
         threads=1,
         cache=tmp_path / "cache",
@@ -79,12 +79,12 @@ def test_the_tables_have_every_side_or_its_reason(tiny_artifact: Path, tmp_path:
 def test_a_side_of_ours_that_fails_fails_the_figure(tiny_artifact: Path, tmp_path: Path) -> None:
     artifact = Artifact.open(tiny_artifact)
     with pytest.raises(SpecError, match="context of 64"):
-        peers(artifact, Choice(()), [Load(1, 60, 8)], 1, threads=1, cache=tmp_path, environment=os.environ, progress=QUIET)
+        peers(artifact, PeerChoice(()), [StreamLoad(1, 60, 8)], 1, threads=1, cache=tmp_path, environment=os.environ, progress=QUIET)
     gone = Artifact(tiny.copied(tiny_artifact, tmp_path / "gone"), artifact.manifest, artifact.digest)
     (gone.path / str(artifact.manifest.weights)).unlink()
     environment = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
     with pytest.raises(PeerError, match=r"ArtifactTampered: .* is missing"):
-        peers(gone, Choice(()), [Load(1, 6, 8)], 1, threads=1, cache=tmp_path, environment=environment, progress=QUIET)
+        peers(gone, PeerChoice(()), [StreamLoad(1, 6, 8)], 1, threads=1, cache=tmp_path, environment=environment, progress=QUIET)
 
 
 def test_a_checkpoint_is_converted_once(tiny_artifact: Path, tiny_checkpoint: Path, tmp_path: Path) -> None:
@@ -96,7 +96,7 @@ def test_a_checkpoint_is_converted_once(tiny_artifact: Path, tiny_checkpoint: Pa
         commands.append(command)
         Path(command[5]).write_text("GGUF")
 
-    chosen = Choice((peer,), {"llama.cpp": sys.executable}, tmp_path)
+    chosen = PeerChoice((peer,), {"llama.cpp": sys.executable}, tmp_path)
     for _ in range(2):
         side = peer_side(peer, chosen, tiny_checkpoint, manifest, 1, tmp_path / "cache", os.environ, QUIET, run)
         assert Path(side.model).read_text() == "GGUF"
@@ -143,4 +143,4 @@ def test_the_options_are_read(tmp_path: Path) -> None:
         choice((), (), tmp_path)
     (tmp_path / "convert_hf_to_gguf.py").touch()
     chosen = choice(("vllm",), (f"vllm={sys.executable}",), tmp_path)
-    assert chosen == Choice((PEERS["vllm"],), {"vllm": sys.executable}, tmp_path)
+    assert chosen == PeerChoice((PEERS["vllm"],), {"vllm": sys.executable}, tmp_path)

@@ -13,7 +13,7 @@ from support.faulty import Opens
 
 from npucompile.graphs.errors import SpecError
 from npucompile.lowering.switches import AIV, BUCKETS, CAPTURE, KERNELS, NZ, RUN_AHEAD, SWITCHES
-from npucompile.tools.prove.bringup.bisect import FAILS, PASSES, Trial, advice, bisect
+from npucompile.tools.prove.bringup.bisect import FAILS, PASSES, BisectTrial, advice, bisect
 from npucompile.tools.ranks.environment import EXPANSION_MODE
 
 
@@ -51,7 +51,7 @@ def test_weights_that_are_wrong_in_nz_alone(small_artifact, off):
 
 
 def test_where_none_helps_it_says_what_to_look_at_next(small_artifact):
-    trials = [Trial("", "buckets", FAILS), Trial(NZ, "buckets", FAILS), Trial(AIV, "buckets", "no part")]
+    trials = [BisectTrial("", "buckets", FAILS), BisectTrial(NZ, "buckets", FAILS), BisectTrial(AIV, "buckets", "no part")]
     nothing, other = advice(small_artifact, "decode-b1-q2", trials)
     assert f"bringup {small_artifact.path} --only operators:decode-b1-q2 --only layers:decode-b1-q2" in nothing
     assert other.endswith("--backend aclgraph")

@@ -10,7 +10,7 @@ import pytest
 
 from npucompile.lowering.ascend.emulator.device import VERSION
 from npucompile.tools.prove.bringup.child import Cases, Child, Spent
-from npucompile.tools.prove.bringup.results import Failure, Finding, Judgement
+from npucompile.tools.prove.bringup.results import BringupFailure, BringupFinding, Judgement
 from npucompile.tools.ranks.rank_settings import RankSettings
 
 
@@ -39,13 +39,13 @@ def lines(child):
 
 
 def test_each_case_begins_and_is_judged(child):
-    bad = Judgement([Failure("lengths", "b", "1 < 2")])
+    bad = Judgement([BringupFailure("lengths", "b", "1 < 2")])
     child.do(Cases("operators", (Case("a"), Case("b", bad))))
     version, *said = lines(child)
     assert version == {"version": VERSION}
     assert [line.get("begins") or line["judged"]["case"] for line in said] == ["a", "a", "b", "b"]
     assert (said[0]["rung"], said[0]["assumption"], said[1]["spent"]) == ("operators", "kernels", False)
-    assert Finding.from_dict(said[3]["judged"]).failures == bad.failures
+    assert BringupFinding.from_dict(said[3]["judged"]).failures == bad.failures
     assert child.failed
 
 
@@ -54,7 +54,7 @@ def test_each_case_begins_and_is_judged(child):
     [
         (RuntimeError("error code is 507015"), "507015"),
         (MemoryError(), ""),
-        (Judgement([Failure("kernels", "b", "x", "silent")], spent=True), "silent"),
+        (Judgement([BringupFailure("kernels", "b", "x", "silent")], spent=True), "silent"),
     ],
 )
 def test_nothing_runs_behind_a_case_that_leaves_the_device_spent(child, judgement, code):

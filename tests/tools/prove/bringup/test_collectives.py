@@ -16,7 +16,7 @@ from npucompile.tools.prove.bringup.collectives import (
     LOADS,
     CollectiveError,
     CollectivesCheck,
-    Watch,
+    CollectiveWatch,
     collective_cases,
     expert_ids,
     failure_in,
@@ -78,7 +78,7 @@ def test_collectives_of_captured_graphs_run_alone_but_for_those_of_experts(tmp_p
     assert found[1][3] == {}
 
 
-class Told(Watch):
+class Told(CollectiveWatch):
     """Keeps failures and timings."""
 
     def __init__(self):

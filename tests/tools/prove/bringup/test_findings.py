@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from npucompile.tools.prove.bringup.findings import NAME, Findings
-from npucompile.tools.prove.bringup.results import Failure, Finding
+from npucompile.tools.prove.bringup.results import BringupFailure, BringupFinding
 
 SAME = {"artifact": "a", "version": "cann-8.5"}
-BAD = [Failure("kernels", "", "")]
+BAD = [BringupFailure("kernels", "", "")]
 
 
 def begun(path, identity=SAME, resume=True):
@@ -19,8 +19,8 @@ def test_what_passed_is_kept_and_what_failed_or_was_cut_off_is_not(tmp_path):
     findings, kept = begun(path)
     assert kept == 0
     for finding in (
-        *(Finding("operators", "good", 1.5), Finding("operators", "bad", failures=BAD), Finding("operators", "")),
-        *(Finding("layers", "one"), Finding("layers", "", facts={"steps": 3})),
+        *(BringupFinding("operators", "good", 1.5), BringupFinding("operators", "bad", failures=BAD), BringupFinding("operators", "")),
+        *(BringupFinding("layers", "one"), BringupFinding("layers", "", facts={"steps": 3})),
     ):
         findings.add(finding)
     with path.open("a") as file:
@@ -33,14 +33,14 @@ def test_what_passed_is_kept_and_what_failed_or_was_cut_off_is_not(tmp_path):
         ("layers", True, 0.0),
     ]
     assert (again.judged("operators"), again.judged("buckets")) == ({"good"}, frozenset())
-    again.add(Finding("operators", "bad"))
+    again.add(BringupFinding("operators", "bad"))
     assert begun(path)[1] == 3
 
 
 def test_findings_of_something_else_are_not_taken_over(tmp_path):
     findings, _ = begun(tmp_path / NAME)
-    findings.add(Finding("operators", "good"))
+    findings.add(BringupFinding("operators", "good"))
     assert begun(tmp_path / NAME, resume=False)[1] == 0
     findings, _ = begun(tmp_path / NAME)
-    findings.add(Finding("operators", "good"))
+    findings.add(BringupFinding("operators", "good"))
     assert begun(tmp_path / NAME, {**SAME, "version": "cann-9.0"})[1] == 0

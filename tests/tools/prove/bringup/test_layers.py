@@ -9,7 +9,7 @@ from support.faulty import FaultyDevice, lost_writes, right
 from npucompile.graphs.types import Mesh
 from npucompile.tools.prove.bringup.device_graph import Host
 from npucompile.tools.prove.bringup.layers import assumption_of, layer_cases
-from npucompile.tools.prove.bringup.recording import Recorder, distinct_bodies, shipped_buckets
+from npucompile.tools.prove.bringup.recording import StepRecorder, distinct_bodies, shipped_buckets
 from npucompile.tools.prove.bringup.steps import StepPlanner
 from npucompile.tools.ranks.random_weights import random_params
 
@@ -19,7 +19,7 @@ def run(npu_artifact, tmp_path):
     def layers(on_run, steps=3):
         graph = shipped_buckets(npu_artifact)[0]
         planner = StepPlanner(npu_artifact.manifest.limits, 260)
-        recorder = Recorder(graph, Mesh(), lambda rank: random_params(npu_artifact, rank), planner.initial_state(graph.signature.state))
+        recorder = StepRecorder(graph, Mesh(), lambda rank: random_params(npu_artifact, rank), planner.initial_state(graph.signature.state))
         with tiny.QUIET.bar("layers", steps) as bar:
             cases, communicating = layer_cases(graph, recorder, planner.of_one_bucket(graph.bucket, steps), bar)
         host = Host(FaultyDevice(on_run), tmp_path)

@@ -16,7 +16,7 @@ from npucompile.lowering.ascend.subgraph import WholeGraph
 from npucompile.lowering.device_error import DeviceError
 from npucompile.tools.prove.bringup.device_graph import Host
 from npucompile.tools.prove.bringup.operators import chosen, distinct_operators
-from npucompile.tools.prove.bringup.recording import Recorder, is_int4, shipped_buckets
+from npucompile.tools.prove.bringup.recording import StepRecorder, is_int4, shipped_buckets
 from npucompile.tools.prove.bringup.steps import StepPlanner
 from npucompile.tools.ranks.random_weights import random_params
 
@@ -29,7 +29,7 @@ def cases(npu_artifact):
 def recorded(artifact, graph, steps):
     """The distinct operators of a graph after a number of steps."""
     planner = StepPlanner(artifact.manifest.limits, 260)
-    recorder = Recorder(graph, Mesh(), lambda rank: random_params(artifact, rank), planner.initial_state(graph.signature.state))
+    recorder = StepRecorder(graph, Mesh(), lambda rank: random_params(artifact, rank), planner.initial_state(graph.signature.state))
     for step in planner.of_one_bucket(graph.bucket, steps):
         values = recorder.run(step)
     return list(distinct_operators(graph.bucket, graph.whole, values).values())

@@ -8,7 +8,7 @@ import torch
 from npucompile.graphs.types import COORDS, Mesh
 from npucompile.lowering.ascend.emulator.interpreter import Interpreter
 from npucompile.tools.prove.bringup import recording
-from npucompile.tools.prove.bringup.recording import Recorder, distinct_bodies, shipped_buckets
+from npucompile.tools.prove.bringup.recording import StepRecorder, distinct_bodies, shipped_buckets
 from npucompile.tools.prove.bringup.steps import StepPlanner
 from npucompile.tools.ranks.random_weights import random_params
 
@@ -24,7 +24,7 @@ def setup(npu_artifact):
 def test_without_skipping_a_recording_is_the_interpreters_run(setup, monkeypatch):
     graph, planner, state, load = setup
     monkeypatch.setattr(recording, "_skipped", lambda graph: (set(), []))
-    recorder = Recorder(graph, Mesh(), load, state)
+    recorder = StepRecorder(graph, Mesh(), load, state)
     params = dict(load(0)([leaf.name for leaf in graph.signature.params]))
     own = [pool.clone() for pool in state]
     interpreter = Interpreter(graph.whole.ge_file, Mesh())
@@ -48,7 +48,7 @@ def test_repeated_layers_do_not_run_and_need_no_parameters(setup):
 
         return read
 
-    values = Recorder(graph, Mesh(), counted, state).run(planner.of_one_bucket(graph.bucket, 1)[0])
+    values = StepRecorder(graph, Mesh(), counted, state).run(planner.of_one_bucket(graph.bucket, 1)[0])
     kinds = distinct_bodies(graph)
     assert [prefix for prefix in kinds if prefix.startswith("layer0")] == [
         "layer00_prologue",

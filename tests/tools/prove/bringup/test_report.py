@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 
 from npucompile.tools.prove.bringup.report import as_dict, write
-from npucompile.tools.prove.bringup.results import Failure, RungResult, Timing
+from npucompile.tools.prove.bringup.results import BringupFailure, RungResult, Timing
 
 
 def test_a_report_is_two_files_that_need_nothing_else(npu_artifact, tmp_path):
     timing = Timing("layer <0>", "4x4", 2e-3, 100, 1e-3)
     results = [
         RungResult("environment", 0.5, facts={"device": "npu:0"}),
-        RungResult("operators", 2.0, [Failure("lengths", "attention", "1 < 2", "507015")], [timing], left_out=["a MatMul"]),
-        RungResult("layers", 1.0, [Failure("one-session", "layer00", "3 < 4")], finished=False),
+        RungResult("operators", 2.0, [BringupFailure("lengths", "attention", "1 < 2", "507015")], [timing], left_out=["a MatMul"]),
+        RungResult("layers", 1.0, [BringupFailure("one-session", "layer00", "3 < 4")], finished=False),
     ]
     findings = as_dict(npu_artifact, "npu", results)
     page, data = write(tmp_path / "report", findings)

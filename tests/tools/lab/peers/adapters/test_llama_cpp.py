@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from npucompile.tools.lab.peers.adapters import llama_cpp as adapter
-from npucompile.tools.lab.peers.loop import Watch
+from npucompile.tools.lab.peers.loop import ArrivalTimes
 
 VOCAB = 50
 
@@ -79,7 +79,7 @@ def test_sequences_are_decoded_together_whatever_a_call_takes(monkeypatch: pytes
             for _ in range(4):
                 tokens.append(following(tokens))
         library.sizes.clear()
-        watch = Watch(3)
+        watch = ArrivalTimes(3)
         engine.generate(prompts, 4, watch)
         assert watch.report(4)["token_ids"] == [tokens[5:] for tokens in expected]
         assert library.sizes == [7, 7, 1, 3, 3, 3]

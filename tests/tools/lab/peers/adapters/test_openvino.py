@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from npucompile.tools.lab.peers.adapters import openvino as adapter
-from npucompile.tools.lab.peers.loop import Watch
+from npucompile.tools.lab.peers.loop import ArrivalTimes
 
 
 class Pipeline:
@@ -52,6 +52,6 @@ def test_requests_are_stepped_to_their_ends(monkeypatch: pytest.MonkeyPatch) -> 
     assert engine.load("model", "bf16", 2, 576, 3) == "continuous batching"
     assert engine._pipeline.given == ("model", "CPU", {"INFERENCE_NUM_THREADS": 2})
     for _ in range(2):
-        watch = Watch(3)
+        watch = ArrivalTimes(3)
         engine.generate([[1, 10], [1, 20], [1, 30]], 3, watch)
         assert watch.report(3)["token_ids"] == [[11, 12, 13], [21, 22, 23], [31, 32, 33]]

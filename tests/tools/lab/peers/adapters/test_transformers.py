@@ -7,18 +7,18 @@ import torch
 from support import tiny
 from transformers import AutoModelForCausalLM
 
-from npucompile.tools.bench.streams import Load
+from npucompile.tools.bench.streams import StreamLoad
 from npucompile.tools.lab.peers.adapters.transformers import open_engine
-from npucompile.tools.lab.peers.loop import Watch
+from npucompile.tools.lab.peers.loop import ArrivalTimes
 
-PROMPTS = Load(2, 6, 8).prompts(tiny.VOCAB)
+PROMPTS = StreamLoad(2, 6, 8).prompts(tiny.VOCAB)
 
 
 def served(checkpoint: Path) -> tuple[list[list[int]], tuple[float, ...]]:
     """Tokens and times of an engine whose clock ticks at every token."""
     engine, now = open_engine(), iter(range(1000))
     engine.load(str(checkpoint), "f32", torch.get_num_threads(), 14, 2)
-    watch = Watch(2, lambda: float(next(now)))
+    watch = ArrivalTimes(2, lambda: float(next(now)))
     engine.generate(PROMPTS, 8, watch)
     report = watch.report(8)
     return report["token_ids"], (report["prefill_s"], report["decode_s"], report["decoded"])

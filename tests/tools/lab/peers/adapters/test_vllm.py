@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from npucompile.tools.lab.peers.adapters import vllm as adapter
-from npucompile.tools.lab.peers.loop import Watch
+from npucompile.tools.lab.peers.loop import ArrivalTimes
 
 
 def distribution(site: Path, name: str, version: str) -> None:
@@ -65,6 +65,6 @@ def test_outputs_reach_the_stream_that_asked(tmp_path: Path, monkeypatch: pytest
     assert engine.version == "1.0"
     engine.load("checkpoint", "bf16", 2, 576, 16)
     for _ in range(2):
-        watch = Watch(3)
+        watch = ArrivalTimes(3)
         engine.generate([[10], [20], [30]], 3, watch)
         assert watch.report(3)["token_ids"] == [[11, 12, 13], [21, 22, 23], [31, 32, 33]]
