@@ -21,10 +21,10 @@ from ...graphs.errors import LoweringError
 from ...graphs.types import Leaf
 from ..device import DerivedValue
 from ..device_error import named
-from ..switches import KERNELS, NZ
+from ..switches import KERNELS, NZ, OVERLAP
 from . import fold
 from .convert import shape_of
-from .ge_file import GE_DTYPES, GeFile, decode, messages, parse, patched
+from .ge_file import GE_DTYPES, GeFile, decode, messages, on_one_stream, parse, patched
 from .nz_weights import weight_operands
 from .options import other_kernels
 from .toolchain.harness import Torchair
@@ -95,16 +95,22 @@ class GeExecutable:
             engine.initialize(dict(ge_file.engine))
         except (ValueError, AssertionError) as error:
             raise LoweringError(f"GE runs with other options than this graph's {dict(ge_file.engine)}: {error}") from error
-        # Graphs of one process share a session, and graphs converted in different processes may have equal names.
-        self._graph = engine.graph(serialized_model_def=ge_file.graph, name=f"npucompile_{next(_names)}")
+        self._graph = self._named()
         self._returned = len(self._graph.attr["_output_dtypes"].list.i)
         self._compiled, self._nz = False, True
+
+    def _named(self) -> Any:
+        # Graphs of one process share a session, and graphs converted in different processes may have equal names.
+        return self._engine.graph(serialized_model_def=self.ge_file.graph, name=f"npucompile_{next(_names)}")
 
     def switch_off(self, switches: Collection[str]) -> None:
         """Does without these (`lowering.switches`)."""
         self._nz = NZ not in switches
         if KERNELS in switches:
             self.ge_file = replace(self.ge_file, options=other_kernels(self.ge_file.options))
+        if OVERLAP in switches:
+            self.ge_file = on_one_stream(self.ge_file)
+            self._graph = self._named()
 
     @property
     def backend(self) -> str:

@@ -107,6 +107,11 @@ class GeFile:
         return (*self.bound, *(operand for _, operand in self.donations))
 
     @property
+    def overlaps(self) -> bool:
+        """Whether operators run on several streams."""
+        return any(STREAM in op.attr for op in operators(parse(self.graph)))
+
+    @property
     def data(self) -> tuple[int, ...]:
         """Operand or derived value of each `Data` op, by its index."""
         return tuple(range(self.inputs)) if self.feeds is None else self.feeds
@@ -191,6 +196,15 @@ def patched(ge_file: GeFile, rank: int, groups: Mapping[str, str]) -> GeFile:
             else:
                 op.attr[attribute].s = _communicator(op.attr[attribute].s.decode(), f"{name}.{attribute}", groups).encode()
     return replace(ge_file, graph=model.SerializeToString(deterministic=True), patches=())
+
+
+def on_one_stream(ge_file: GeFile) -> GeFile:
+    """The same operators, each on the graph's own stream, in the order of the graph."""
+    model = parse(ge_file.graph)
+    for op in operators(model):
+        for name in {STREAM, PRIORITY} & set(op.attr):
+            del op.attr[name]
+    return replace(ge_file, graph=model.SerializeToString(deterministic=True))
 
 
 def canonical(graph: bytes) -> bytes:

@@ -15,7 +15,7 @@ from ....graphs.errors import LoweringError
 from ....graphs.types import Leaf
 from ...device import DerivedValue
 from ...device_error import named
-from ...switches import CAPTURE, NZ
+from ...switches import CAPTURE, NZ, OVERLAP
 from .. import fold
 from ..convert import shape_of
 from .file import AclFile
@@ -113,7 +113,8 @@ class AclExecutable:
 
     def __init__(self, acl_file: AclFile, engine: AclEngine, rank: int = 0, groups: Mapping[str, str] | None = None) -> None:
         self.file, self._engine = acl_file, engine
-        self._program = AclProgram(acl_file, engine.find, rank, groups or {}, engine.torch_device)
+        self._resolved = functools.partial(AclProgram, find=engine.find, rank=rank, groups=groups or {}, device=engine.torch_device)
+        self._program = self._resolved(acl_file)
         self._values: list[Any] = []
         self._captured: list[Captured] = []
         self._compiled, self._nz = False, True
@@ -122,6 +123,9 @@ class AclExecutable:
         """Does without these (`lowering.switches`)."""
         self._nz = NZ not in switches
         self.file = replace(self.file, captured=self.file.captured and CAPTURE not in switches)
+        if OVERLAP in switches and self.file.beside:
+            self.file = replace(self.file, beside=())
+            self._program = self._resolved(self.file)
 
     @property
     def reads(self) -> frozenset[int]:

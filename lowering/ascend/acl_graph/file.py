@@ -60,6 +60,11 @@ class AclFile:
         return self.inputs + (self.folded.values if self.folded else 0)
 
     @property
+    def overlaps(self) -> bool:
+        """Whether operators run on several streams."""
+        return bool(self.beside)
+
+    @property
     def bodies(self) -> Iterator[str]:
         """The body of each node behind the operands."""
         return itertools.chain.from_iterable([body] * nodes for body, nodes in self.calls)

@@ -19,8 +19,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from npucompile.graphs.errors import LoweringError
 from npucompile.lowering.ascend import device
-from npucompile.lowering.ascend.ge_file import GeFile, encode, parse
-from npucompile.lowering.switches import KERNELS
+from npucompile.lowering.ascend.ge_file import STREAM, GeFile, canonical, encode, parse
+from npucompile.lowering.switches import KERNELS, OVERLAP
 
 GRAPHS, BACKEND = "torchair.ge._ge_graph", "torchair.core._backend"
 CONVERTER = "torchair._ge_concrete_graph.fx2ge_converter"
@@ -301,6 +301,18 @@ def test_kernels_may_come_from_the_other_place_and_the_cache_keeps_both_apart(ge
         assert (options.get("ge.jit_compile", "2") == "0") == bool(off)
         keys.add(options["ge.graph_key"])
     assert len(keys) == 2
+
+
+def test_without_overlap_operators_have_no_stream_of_their_own(ge_file, operands):
+    model = parse(ge_file.graph)
+    model.graph[0].op[-2].attr[STREAM].s = b"exchange"
+    overlapping = replace(ge_file, graph=model.SerializeToString(deterministic=True))
+    log: list = []
+    executable = device.GeExecutable(overlapping, recording(log))
+    executable.switch_off({OVERLAP})
+    executable.compile(operands)
+    assert (overlapping.overlaps, executable.ge_file.overlaps) == (True, False)
+    assert canonical(executable.ge_file.graph) == canonical(ge_file.graph)
 
 
 def test_what_ge_says_is_passed_on(ge_file, operands):

@@ -9,8 +9,9 @@ from typing import Any
 
 from ....graphs.errors import SpecError
 from ....lowering.artifact.artifact import Artifact
+from ....lowering.ascend.shipped import shipped_graph
 from ....lowering.platform import ONLINE, PREBUILT
-from ....lowering.switches import AIV, BUCKETS, CAPTURE, KERNELS, SWITCHES
+from ....lowering.switches import AIV, BUCKETS, CAPTURE, KERNELS, OVERLAP, SWITCHES
 from ...ranks.environment import EXPANSION_MODE, under
 from ...ranks.executors import with_few_buckets
 from . import results
@@ -86,9 +87,11 @@ def _trial(bringup: Bringup, bucket: str, rung: str, switch: str = "") -> Bisect
 def without_part(bringup: Bringup, bucket: str, switch: str) -> str:
     """Why a switch changes nothing of an artifact; "" where it may."""
     artifact, backend = bringup.artifact, bringup.artifact.manifest.backend
+    graph = shipped_graph(artifact, next(entry for entry in artifact.manifest.graphs if entry.bucket.name == bucket))
     reasons = {
         AIV: f"{EXPANSION_MODE} is not set" if EXPANSION_MODE not in bringup.environment else "",
         BUCKETS: "there are no others" if with_few_buckets(artifact, bucket).manifest.graphs == artifact.manifest.graphs else "",
+        OVERLAP: "" if graph is not None and graph.overlaps else "its operators run one after the other",
         CAPTURE: "GE captures nothing" if backend == "ge" else "",
         KERNELS: "GE has no part in captured graphs" if backend != "ge" else "",
     }
@@ -111,6 +114,8 @@ def advice(artifact: Artifact, bucket: str, trials: Sequence[BisectTrial]) -> li
 
 def _go_on(artifact: Artifact, switch: str) -> str:
     serve = f"npucompile serve {artifact.path} --off {switch}"
+    if switch == OVERLAP:
+        return f"{serve}, or for good: {_build(artifact, '--no-overlap')}"
     if switch != KERNELS:
         return serve
     kernels = ONLINE if artifact.manifest.platform.get("kernels") == PREBUILT else PREBUILT

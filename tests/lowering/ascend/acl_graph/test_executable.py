@@ -6,6 +6,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from support import acl_graphs as ag
 from npucompile.lowering.ascend.acl_graph.executable import AclExecutable
 from npucompile.lowering.ascend.acl_graph.program import AclProgram, Segment, run
 from npucompile.lowering.ascend.acl_graph.updates import Updates
-from npucompile.lowering.switches import CAPTURE
+from npucompile.lowering.switches import CAPTURE, OVERLAP
 
 
 class Recorder:
@@ -144,6 +145,17 @@ def test_without_captures_a_graph_that_would_be_captured_is_launched() -> None:
     opened.compile(operands)
     opened(operands)
     assert engine.log == ["check", ("launch", 0, []), "fetch", ("launch", 1, [[7, 8]]), "fetch", ("launch", 2, [[7, 8]])]
+
+
+def test_without_overlap_operators_run_on_one_stream() -> None:
+    made, _ = ag.of_body(lambda x: (x.exp().sin() + x.cos(),), inputs_x=((2,), ag.F32))
+    opened = AclExecutable(replace(made, beside=((made.operands + 1, made.operands + 2),)), Recorder())
+    assert [segment.streams for segment in opened._program.segments] == [2]
+    opened.switch_off({CAPTURE})
+    assert opened.file.overlaps
+    opened.switch_off({OVERLAP})
+    assert not opened.file.overlaps
+    assert [segment.streams for segment in opened._program.segments] == [1]
 
 
 def test_derived_values_come_from_parameters_and_from_constants() -> None:

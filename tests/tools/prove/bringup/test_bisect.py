@@ -12,7 +12,7 @@ from support import bringups, faulty
 from support.faulty import Opens
 
 from npucompile.graphs.errors import SpecError
-from npucompile.lowering.switches import AIV, BUCKETS, CAPTURE, KERNELS, NZ, RUN_AHEAD, SWITCHES
+from npucompile.lowering.switches import AIV, BUCKETS, CAPTURE, KERNELS, NZ, OVERLAP, RUN_AHEAD, SWITCHES
 from npucompile.tools.prove.bringup.bisect import FAILS, PASSES, BisectTrial, advice, bisect
 from npucompile.tools.ranks.environment import EXPANSION_MODE
 
@@ -40,6 +40,7 @@ def test_weights_that_are_wrong_in_nz_alone(small_artifact, off):
         AIV: f"{EXPANSION_MODE} is not set",
         RUN_AHEAD: "off already" if off else FAILS,
         BUCKETS: "there are no others",
+        OVERLAP: "its operators run one after the other",
         CAPTURE: "GE captures nothing",
         KERNELS: "off already" if off else FAILS,
     }
@@ -80,7 +81,7 @@ def test_a_bucket_without_a_fault_is_tried_once_in_each_way(small_artifact):
 def test_each_switch_is_found_alone(npu_artifact, condition, switch, rung):
     trials = tried(npu_artifact, condition, "decode-b4-q2", **{EXPANSION_MODE: "AIV"})
     assert [trial.off for trial in trials if trial.outcome == PASSES and trial.off] == [switch]
-    assert [trial.off for trial in trials if trial.outcome == FAILS] == ["", *(s for s in SWITCHES if s not in (switch, CAPTURE))]
+    assert [trial.off for trial in trials if trial.outcome == FAILS] == ["", *(s for s in SWITCHES if s not in (switch, CAPTURE, OVERLAP))]
     assert trials[-1].rung == rung
     (said,) = advice(npu_artifact, "decode-b4-q2", trials)
     assert f"--off {switch}" in said
