@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from .answers import Priced, answer
 from .driver import build
 from .instance import phases
 from .pictures import check_served
+from .pool import rewriting
 from .rank_memory import fit_prompts
 
 
@@ -55,18 +57,20 @@ def build_all(
     for plan in plans:
         check_served(plan)
     priced = Priced(cache)
-    plans = [answer(plan, priced) for plan in plans]
-    for plan in plans if request.prefill else [fit_prompts(plan) for plan in plans]:
-        for line in plan_lines(plan):
-            progress.say(line)
-        path = out or planning.default_out(artifacts, plan.source)
-        if len(wanted) > 1 or (out is None and request.phase):
-            path = path.with_name(f"{path.name}-{plan.phase}")
-        report = build(plan, path, cache, progress, jobs=jobs, nice=nice, made=priced.made)
-        progress.say(f"built in {report.seconds:.1f} s: {len(report.compiled)} compiled, {len(report.reused)} up to date")
-        if note := first_start(plan):
-            progress.say(note)
-        paths.append(report.path)
+    # A build for NPUs does nothing but rewrite graphs; one for this machine holds weights too.
+    with contextlib.nullcontext() if any(plan.target.local for plan in plans) else rewriting():
+        plans = [answer(plan, priced) for plan in plans]
+        for plan in plans if request.prefill else [fit_prompts(plan) for plan in plans]:
+            for line in plan_lines(plan):
+                progress.say(line)
+            path = out or planning.default_out(artifacts, plan.source)
+            if len(wanted) > 1 or (out is None and request.phase):
+                path = path.with_name(f"{path.name}-{plan.phase}")
+            report = build(plan, path, cache, progress, jobs=jobs, nice=nice, made=priced.made)
+            progress.say(f"built in {report.seconds:.1f} s: {len(report.compiled)} compiled, {len(report.reused)} up to date")
+            if note := first_start(plan):
+                progress.say(note)
+            paths.append(report.path)
     return paths
 
 

@@ -15,7 +15,7 @@ from concurrent.futures import FIRST_COMPLETED, Executor, Future, ProcessPoolExe
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
@@ -35,6 +35,9 @@ from .stages import Staged, pack_texts, stage
 
 THREADS = 0
 """Compiled code takes the thread count of its process, so that one artifact serves machines of any size."""
+
+GARBAGE = 2_000_000
+"""Objects that may wait to be collected, those of ten full-size buckets: 200 MB."""
 
 
 @dataclass(frozen=True)
@@ -140,15 +143,14 @@ def _compiling(nice: int) -> Iterator[None]:
 @contextlib.contextmanager
 def rewriting() -> Iterator[None]:
     """Where graphs are rewritten and never called: generating Python code for each would take a fifth of the time, and so would the
-    garbage collector, to find that nearly all of a bucket's graphs are still in use."""
-    enabled = gc.isenabled()
-    gc.disable()
+    garbage collector, to find that nearly all of a bucket's graphs are still in use. It looks once `GARBAGE` more objects are there."""
+    threshold = gc.get_threshold()
+    gc.set_threshold(GARBAGE)
     try:
         with _use_lazy_graph_module(True):
             yield
     finally:
-        if enabled:
-            gc.enable()
+        gc.set_threshold(*threshold)
 
 
 def _compile(job: CompileJob) -> tuple[StagedRecord | None, Compiled | None]:
@@ -222,13 +224,14 @@ def run_all(jobs: Iterable[CompileJob], workers: int) -> Iterator[CompileResult]
     if workers <= 1 or sum(len(job.lowered.parts) if isinstance(job.lowered, Parts) else 1 for job in begun) <= 1:
         yield from map(run, itertools.chain(begun, rest))
         return
-    file = begun[0].plan.source.family_file
-    # Spawn, because a fork inherits torch's thread pools in an undefined state. Processes start as there is work for them.
-    context = multiprocessing.get_context("spawn")
-    shared = begun[0].lowered is None
-    pool = ProcessPoolExecutor(workers - shared, mp_context=context, initializer=_prepare, initargs=((file,) if file else (),))
+    file, shared = begun[0].plan.source.family_file, begun[0].lowered is None
+    todo = [*begun, *rest] if shared else itertools.chain(begun, rest)
+    # Forks start all at once, others as there is work for them.
+    most = min(workers, len(todo)) - 1 if isinstance(todo, list) else workers
+    context = multiprocessing.get_context(_start(begun[0]) if shared else "spawn")
+    pool = ProcessPoolExecutor(most, mp_context=context, initializer=_prepare, initargs=((file,) if file else (),))
     try:
-        yield from (_shared_results if shared else _results)(pool, itertools.chain(begun, rest))
+        yield from (_shared_results if shared else _results)(pool, todo)
     except BrokenProcessPool:
         raise LoweringError(
             f"one of up to {workers} processes that compile was killed, for want of memory more likely than not; "
@@ -238,9 +241,19 @@ def run_all(jobs: Iterable[CompileJob], workers: int) -> Iterator[CompileResult]
         pool.shutdown(wait=True, cancel_futures=True)
 
 
+def _start(job: CompileJob) -> Literal["fork", "spawn"]:
+    """How processes start that share jobs with this one. A fork inherits what is loaded here, for which one that is spawned takes 5 s; but
+    thread pools in an undefined state: CANN's, and those of torch where graphs run in this process."""
+    chosen = backend(job.plan.backend)
+    if chosen.runs_here() is None:
+        return "spawn"
+    chosen.prepare(job.cache_dir)
+    return "fork"
+
+
 def _shared_results(pool: Executor, jobs: Iterable[CompileJob]) -> Iterator[CompileResult]:
     """Results of jobs in a pool and in this process, as they complete."""
-    futures = {pool.submit(_run_in_worker, job): job for job in jobs}
+    futures = {pool.submit(run, job): job for job in jobs}
     while futures:
         done = [future for future in futures if future.done()]
         if not done and (own := next((future for future in reversed(futures) if future.cancel()), None)):

@@ -254,6 +254,18 @@ def test_this_process_makes_the_last_graphs_while_another_makes_the_first(model,
     assert results == [*made, plan.buckets[0]]
 
 
+@pytest.mark.parametrize(("cann", "start"), [(None, "spawn"), ("this machine has no CANN", "fork")])
+def test_processes_have_what_is_loaded_here_where_no_library_has_threads(model, tmp_path, monkeypatch, cann, start):
+    plan, asked = tiny.planned_device(model, backend="null"), []
+    monkeypatch.setattr(type(pool.backend("null")), "runs_here", lambda self: cann)
+    monkeypatch.setattr(pool, "run", lambda job: job)
+    monkeypatch.setattr(
+        pool, "ProcessPoolExecutor", lambda most, **how: asked.append((most, how["mp_context"])) or ThreadPoolExecutor(most)
+    )
+    assert len(list(pool.run_all(jobs(plan, tmp_path), 64))) == len(plan.buckets)
+    assert [(most, context.get_start_method()) for most, context in asked] == [(len(plan.buckets) - 1, start)]
+
+
 def test_a_process_is_as_nice_as_it_is_asked_to_be_at_least(model, tmp_path, monkeypatch):
     niceness = [3]
     monkeypatch.setattr(os, "getpriority", lambda which, who: niceness[-1])
