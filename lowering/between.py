@@ -96,14 +96,16 @@ def _text(values: Sequence[str], sizes: Sizes, where: str) -> Callable[[int], st
     split = [_NUMBER.split(value) for value in values]
     if len({len(parts) for parts in split}) != 1:
         raise _unlike(_lines_of(values), sizes, where)
-    numbers = dict[int, Callable[[int], int]]()
+    grows, done = list[tuple[str, Callable[[int], int]]](), 0
     for i, parts in enumerate(zip(*split, strict=True)):
         if len(set(parts)) > 1:
             # What begins with a zero is no number but a part of a name.
             if not i % 2 or any(part != str(int(part)) for part in parts):
                 raise _unlike(_lines_of(values), sizes, where)
-            numbers[i] = _line([int(part) for part in parts], sizes, where)
-    return lambda size: "".join(str(numbers[i](size)) if i in numbers else part for i, part in enumerate(split[0]))
+            grows.append(("".join(split[0][done:i]), _line([int(part) for part in parts], sizes, where)))
+            done = i + 1
+    rest = "".join(split[0][done:])
+    return lambda size: "".join([f"{before}{number(size)}" for before, number in grows]) + rest
 
 
 def _lines_of(texts: Sequence[str]) -> Sequence[str]:
@@ -113,47 +115,45 @@ def _lines_of(texts: Sequence[str]) -> Sequence[str]:
 
 
 def _message(values: Values, sizes: Sizes) -> Form:
-    grows = list[tuple[Path, Form]]()
-    _walk(values, sizes, (), grows)
+    grows = _grows(values, sizes, ())
 
     def message(size: int) -> Any:
         made = type(values[0])()
         made.CopyFrom(values[0])
-        for (*path, last), form in grows:
-            owner = made
-            for step in path:
-                owner = getattr(owner, str(step)) if hasattr(owner, "ListFields") else owner[step]
-            if hasattr(owner, "ListFields"):
-                setattr(owner, str(last), form(size))
-            else:
-                owner[last] = form(size)
+        if grows:
+            _grow(made, grows, size)
         return made
 
     return message
 
 
-def _walk(values: Values, sizes: Sizes, path: Path, grows: list[tuple[Path, Form]]) -> None:
-    """Adds the fields of messages that differ."""
-    listed = [value.ListFields() for value in values]
-    names = [[field.name for field, _ in fields] for fields in listed]
-    if any(each != names[0] for each in names):
-        raise _unlike(names, sizes, ".".join(map(str, path)))
-    for name, column in zip(names[0], zip(*listed, strict=True), strict=True):
-        for key, same in _items([value for _, value in column], sizes, (*path, name)):
-            if hasattr(same[0], "ListFields"):
-                _walk(same, sizes, key, grows)
-            elif any(value != same[0] for value in same):
-                grows.append((key, _leaf(same, sizes, ".".join(map(str, key)))))
+def _grow(owner: Any, grows: Mapping[str | int, Any], size: int) -> None:
+    """Gives what differs in a message, or in a field of several values, the value of a size."""
+    fields = hasattr(owner, "ListFields")
+    for key, inner in grows.items():
+        if isinstance(inner, dict):
+            _grow(getattr(owner, str(key)) if fields else owner[key], inner, size)
+        elif fields:
+            setattr(owner, str(key), inner(size))
+        else:
+            owner[key] = inner(size)
 
 
-def _items(values: Values, sizes: Sizes, path: Path) -> list[tuple[Path, Values]]:
-    """The items of a field that repeats or is a map, or the field, with their paths."""
-    if isinstance(values[0], (str, bytes)) or not hasattr(values[0], "__len__"):
-        return [(path, values)]
-    keys = [sorted(value) if hasattr(value, "keys") else list(range(len(value))) for value in values]
-    if any(each != keys[0] for each in keys):
-        raise _unlike([f"{len(each)} of them" for each in keys], sizes, ".".join(map(str, path)))
-    return [((*path, key), [value[key] for value in values]) for key in keys[0]]
+def _grows(values: Values, sizes: Sizes, path: Path) -> Any:
+    """What differs: of messages and of fields of several values by field, number or key, else a form; None where nothing does."""
+    first, where = values[0], ".".join(map(str, path))
+    if all(value == first for value in values):
+        return None
+    if hasattr(first, "ListFields"):
+        parts = [{field.name: inner for field, inner in value.ListFields()} for value in values]
+    elif isinstance(first, (str, bytes)) or not hasattr(first, "__len__"):
+        return _leaf(values, sizes, where)
+    else:
+        parts = [dict(value) if hasattr(value, "keys") else dict(enumerate(value)) for value in values]
+    if any(part.keys() != parts[0].keys() for part in parts):
+        raise _unlike([sorted(part) for part in parts], sizes, where)
+    grown = {key: _grows([part[key] for part in parts], sizes, (*path, key)) for key in parts[0]}
+    return {key: inner for key, inner in grown.items() if inner is not None}
 
 
 def _unlike(values: Values, sizes: Sizes, where: str) -> LoweringError:
