@@ -273,14 +273,14 @@ class Engine:
             by_arrival = {request.arrival: request for request in (*advance.live(self._state), *queued)}
             self._inbox.clear()
             live, self._live = self._live, {}
-        deliveries: list[tuple[Sink, Event]] = []
-        for name, (sink, arrival) in live.items():
+        ends: list[FinishEvent] = []
+        for name, (_, arrival) in live.items():
             request = by_arrival.get(arrival)
             unknown = FinishEvent(name, "error", 0, 0, ExecutionRecord(), message)
-            deliveries.append((sink, request.finish_event("error", self.stepper.now_ms(), message) if request else unknown))
+            ends.append(request.finish_event("error", self.stepper.now_ms(), message) if request else unknown)
         with self._wake:
-            self._metrics.count_events([event for _, event in deliveries])
-        self._send(deliveries)
+            self._metrics.count_events(ends)
+        self._send([(live[end.request_id].sink, end) for end in ends], ends)
         self._on_failure()
 
     def _received(self) -> list[Message]:
@@ -324,15 +324,13 @@ class Engine:
             # There are none after `give_up`, which ended all requests.
             deliveries = [(live.sink, event) for event in events if (live := self._live.get(event.request_id))]
             self._metrics.count_events([event for _, event in deliveries])
-            for event in events:
-                if isinstance(event, FinishEvent):
-                    self._live.pop(event.request_id, None)
-        self._send(deliveries)
+            ends = [event for _, event in deliveries if isinstance(event, FinishEvent)]
+            for end in ends:
+                del self._live[end.request_id]
+        self._send(deliveries, ends)
 
-    def _send(self, deliveries: Sequence[tuple[Sink, Event]]) -> None:
-        lost = delivery.send(deliveries)
-        if lost:
+    def _send(self, deliveries: Sequence[tuple[Sink, Event]], ends: Sequence[FinishEvent]) -> None:
+        if lost := delivery.send(deliveries):
             self.cancel(*{event.request_id for event in lost})
-        for _, event in deliveries:
-            if isinstance(event, FinishEvent):
-                self.on_end(event)
+        for event in ends:
+            self.on_end(event)

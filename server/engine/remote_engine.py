@@ -120,11 +120,10 @@ class RemoteEngine:
                 waiting[0].set()
 
     def _deliver(self, record: Events) -> None:
+        events, live = record.events, self._live
         with self._lock:
-            deliveries = [(self._live[event.request_id], event) for event in record.events if event.request_id in self._live]
-            ends = [event for _, event in deliveries if isinstance(event, FinishEvent)]
-            for event in ends:
-                del self._live[event.request_id]
+            deliveries = [(sink, event) for event in events if (sink := live.get(event.request_id))]
+            ends = [event for event in record.ends if live.pop(event.request_id, None)]
         if lost := delivery.send(deliveries):
             self.cancel(*{event.request_id for event in lost})
         for event in ends:
