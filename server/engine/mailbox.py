@@ -13,12 +13,13 @@ from ...runtime.request import Event, FinishEvent
 log = logging.getLogger(__name__)
 
 Deliver = Callable[[Event], None]
+Ended = Callable[[FinishEvent | None], None]
 
 
 class Mailbox(BatchSink):
     """The sink of all requests of a server. `deliver` is called on any thread, all else on the loop.
 
-    Events of a request reach its receiver in order. A receiver that raises loses its own request and nothing else.
+    Events of a request reach its receivers in order. One that raises loses its own request and nothing else.
 
     Args:
         failed: called with the id of a request whose receiver raised.
@@ -27,15 +28,15 @@ class Mailbox(BatchSink):
     def __init__(self, loop: asyncio.AbstractEventLoop, failed: Callable[[str], None] = lambda _: None) -> None:
         self.loop = loop
         self._failed = failed
-        self._receivers: dict[str, Deliver] = {}
+        self._receivers: dict[str, tuple[Deliver, Ended]] = {}
         self._calls: list[Callable[[], None]] = []
         self._events: list[Event] = []
         # Guards the events.
         self._lock = Lock()
 
-    def open(self, request_id: str, receiver: Deliver) -> None:
-        """Names the receiver of a request's events; before the request is submitted."""
-        self._receivers[request_id] = receiver
+    def open(self, request_id: str, deliver: Deliver, ended: Ended) -> None:
+        """Names the receivers of a request's tokens and of its end, which is None where that of tokens raised; before it is submitted."""
+        self._receivers[request_id] = deliver, ended
 
     def close(self, request_id: str) -> None:
         """Delivers nothing of this request from now on."""
@@ -68,16 +69,19 @@ class Mailbox(BatchSink):
 
     def _pass_on(self) -> None:
         with self._lock:
-            events, self._events = self._events, []
+            events, self._events, receivers = self._events, [], self._receivers
         for event in events:
-            receiver = self._receivers.get(event.request_id)
-            if receiver is None:
+            if (receiver := receivers.get(event.request_id)) is None:
                 continue
-            if isinstance(event, FinishEvent):
-                del self._receivers[event.request_id]
+            deliver, ended = receiver
             try:
-                receiver(event)
+                if isinstance(event, FinishEvent):
+                    del receivers[event.request_id]
+                    ended(event)
+                else:
+                    deliver(event)
             except Exception:
                 log.exception("the receiver of %r raised on %s", event.request_id, type(event).__name__)
-                self.close(event.request_id)
+                if receivers.pop(event.request_id, None):
+                    ended(None)
                 self._failed(event.request_id)

@@ -106,7 +106,7 @@ class OutputStream:
             self._output_tokens += len(token_ids)
             text = self._detokenizer.push(token_ids)
             if text and not self._token_ids and not self._prompt_logprobs:
-                return TextDelta(text, token_ids, logprobs, prompt_logprobs)
+                return tuple.__new__(TextDelta, (text, token_ids, logprobs, prompt_logprobs, ()))
             self._hold(token_ids, logprobs, prompt_logprobs)
         else:
             self._hold((), (), prompt_logprobs)

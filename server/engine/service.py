@@ -340,26 +340,23 @@ class Service:
         tenant = self._tenant(client)
         spans = {request.id: self.tracing.begin(request, carrier.get()) for request in requests} if self.tracing else {}
 
-        def receive(event: Event) -> None:
-            if self.ending and isinstance(event, FinishEvent) and event.reason == "cancelled":
+        def ended(event: FinishEvent | None) -> None:
+            if event and self.ending and event.reason == "cancelled":
                 cut = Refusal("draining.cut")
                 event = replace(event, reason="error", message=str(cut), code=cut.code)
             try:
-                deliver(event)
-            except Exception:
-                # The mailbox delivers nothing of it after that.
+                if event:
+                    deliver(event)
+            finally:
                 leave()
-                raise
-            if isinstance(event, FinishEvent):
-                leave()
-                if event.request_id in spans:
-                    spans[event.request_id](event)
+            if event and (close := spans.get(event.request_id)):
+                close(event)
 
         submitted = list[str]()
         self._hold(mailbox.loop)
         try:
             for request in requests:
-                mailbox.open(request.id, receive)
+                mailbox.open(request.id, deliver, ended)
                 if client:
                     salt = f"{tenant} {request.cache_salt}" if has_key(client) else request.cache_salt
                     request = replace(request, tenant=tenant, cache_salt=salt)
@@ -370,8 +367,8 @@ class Service:
                 mailbox.close(request.id)
             for _ in requests:
                 leave()
-            for ended in spans.values():
-                ended(None)
+            for close in spans.values():
+                close(None)
             self.cancel(*submitted)
             if isinstance(error, RequestError):
                 error.param = FIELD_OF.get(error.param or "", error.param)

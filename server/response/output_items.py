@@ -43,7 +43,7 @@ class MessageItem:
 
     def delta(self, text: str, token_ids: Sequence[int], logprobs: Sequence[EventBody]) -> list[EventBody]:
         """The events of new text; `token_ids` are the tokens since the last delta, `logprobs` theirs (`logprobs.token_objects`)."""
-        opening = self._open()
+        opening = () if self.opened else self._open()
         self._text.append(text)
         self._logprobs += logprobs
         bare = without_bytes(logprobs) if logprobs else []
@@ -51,7 +51,7 @@ class MessageItem:
 
     def close(self, status: str) -> list[EventBody]:
         """The last events."""
-        opening = self._open()
+        opening = () if self.opened else self._open()
         self._status = _closed(status)
         part = self._part()
         return [
@@ -66,8 +66,6 @@ class MessageItem:
         return self._object([self._part()])
 
     def _open(self) -> list[EventBody]:
-        if self.opened:
-            return []
         self.opened = True
         return [
             {"type": "response.output_item.added", "output_index": self._index, "item": self._object([])},

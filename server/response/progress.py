@@ -45,7 +45,11 @@ class PreparedResponse:
 
 
 class Response:
-    """One response from acceptance to its last event; no I/O, no clock."""
+    """One response from acceptance to its last event; no I/O, no clock.
+
+    Attributes:
+        done: whether the last event has been returned.
+    """
 
     def __init__(self, prepared: PreparedResponse, tokenizer: TextTokenizer) -> None:
         self._writers = _writers(prepared)
@@ -53,12 +57,8 @@ class Response:
         self._tokenizer = tokenizer
         self._generates = prepared.generates
         by_token = prepared.parser is not None
-        self._generation = Generation(prepared.requests, tokenizer, prepared.stop, prepared.skip_special, by_token=by_token)
-
-    @property
-    def done(self) -> bool:
-        """Whether the last event has been returned."""
-        return self._generation.done
+        self._generation = generation = Generation(prepared.requests, tokenizer, prepared.stop, prepared.skip_special, by_token=by_token)
+        self.done = generation.done
 
     @property
     def live(self) -> tuple[str, ...]:
@@ -85,12 +85,15 @@ class Response:
         """The server events for one engine event."""
         events: list[ServerEvent] = []
         for index, output in self._generation.feed(event):
-            if not self._generates:
-                if isinstance(output, CompletionEnd):
-                    events += self._events.end([prepared_end(output)])
-                continue
             if isinstance(output, TextDelta):
-                events += self._delta(index, output)
+                if self._generates:
+                    text, token_ids, logprobs, _, pieces = output
+                    objects = token_objects(self._tokenizer.token_text, token_ids, logprobs) if logprobs else ()
+                    events += self._events.delta(index, pieces or (text,), token_ids, objects)
+                continue
+            self.done = self._generation.done
+            if not self._generates:
+                events += self._events.end([prepared_end(output)])
                 continue
             events += self._events.close(index, output.status)
             if self.done:
@@ -103,10 +106,6 @@ class Response:
 
     def _counted(self, index: int, end: CompletionEnd) -> CompletionEnd:
         return replace(end, usage=replace(end.usage, reasoning_tokens=self._writers[index].reasoning_tokens))
-
-    def _delta(self, index: int, delta: TextDelta) -> list[ServerEvent]:
-        logprobs = token_objects(self._tokenizer.token_text, delta.token_ids, delta.logprobs) if delta.logprobs else []
-        return self._events.delta(index, delta.pieces or (delta.text,), delta.token_ids, logprobs)
 
 
 def prepared_end(end: CompletionEnd) -> CompletionEnd:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +20,7 @@ from .progress import PreparedResponse, Response
 log = logging.getLogger(__name__)
 
 NAME_EVERY_S = 1.0
-"""How often a running response without kept events is put into the store again, so that it does not expire as unused."""
+"""How often a running response is put into the store again, so that it does not expire as unused."""
 
 
 @dataclass(frozen=True)
@@ -67,10 +65,11 @@ class ResponseRun:
         self._keeping = keeping
         self._core = Response(prepared, service.tokenizer)
         self._on_end = on_end
-        self._readers: list[Reader] = []
+        self._readers: tuple[Reader, ...] = ()
         self._grace: asyncio.TimerHandle | None = None
+        self._naming: asyncio.TimerHandle | None = None
         self._entry: StoredResponse | None = None
-        self._stored_s = -math.inf
+        self._over, self._replays = False, keeping.replays
 
     @property
     def live(self) -> tuple[str, ...]:
@@ -85,12 +84,13 @@ class ResponseRun:
         """
         self._service.submit(self._prepared.requests, self._deliver, client)
         if reader is not None:
-            self._readers.append(reader)
+            self._readers = (reader,)
         if self._keeping.owner is not None and (self._keeping.whole or self._keeping.replays):
             replay = Replay(self._service.limits.max_replay_bytes) if self._keeping.replays else None
             self._entry = StoredResponse(self.response_id, self._keeping.owner, replay=replay, run=self, completions=self._completions)
+            self._name()
         # The engine's events are delivered on this loop, so none can overtake these.
-        self._pass_on(None)
+        self._deliver(None)
 
     def snapshot(self) -> dict[str, Any]:
         """The response object as it is now."""
@@ -98,15 +98,14 @@ class ResponseRun:
 
     def join(self, reader: Reader) -> None:
         """From now on the reader gets the events."""
-        self._readers.append(reader)
+        self._readers += (reader,)
         if self._grace is not None:
             self._grace.cancel()
             self._grace = None
 
     def leave(self, reader: Reader) -> tuple[str, ...]:
         """The reader gets no more; returns the ids of requests to be cancelled, now that nobody waits for them."""
-        if reader in self._readers:
-            self._readers.remove(reader)
+        self._readers = tuple(other for other in self._readers if other is not reader)
         if self._readers or self.ended.is_set() or (self._keeping.background and self._entry is not None):
             return ()
         if self._keeping.resumable and self._entry is not None:
@@ -133,37 +132,34 @@ class ResponseRun:
         if not self._readers:
             self.cancel()
 
-    def _deliver(self, event: Event) -> None:
-        if not self.ended.is_set():
-            self._pass_on(event)
-
-    def _pass_on(self, event: Event | None) -> None:
+    def _deliver(self, event: Event | None) -> None:
         """Sends the server events of an engine event to the store and the readers; without one, those that open the response."""
+        if self._over:
+            return
+        core = self._core
         try:
-            events = self._core.begin() if event is None else self._core.feed(event)
-            if stopped := self._core.take_stopped():
+            events = core.begin() if event is None else core.feed(event)
+            if self._prepared.stop and (stopped := core.take_stopped()):
                 self._service.cancel(*stopped)
-            done = self._core.done
+            done = core.done
             # A token may complete no character: there is nothing to keep or send then.
-            if events or done:
+            if not (events or done):
+                return
+            if done or self._replays:
                 self._record(events, done)
         except Exception as error:
             self._fail(error)
             return
         if done:
             self._close()
-        if events or done:
-            for reader in list(self._readers):
-                self._send(reader, events, done)
-
-    def _send(self, reader: Reader, events: Sequence[ServerEvent], done: bool) -> None:
-        """A reader that raises stops following the response; the others go on."""
-        try:
-            reader.read(events, done)
-        except Exception as error:
-            log.exception("a reader of response %s failed", self.response_id)
-            self._send_failure(reader, error)
-            self._service.cancel(*self.leave(reader))
+        for reader in self._readers:
+            try:
+                reader.read(events, done)
+            except Exception as error:
+                # It stops following the response; the others go on.
+                log.exception("a reader of response %s failed", self.response_id)
+                self._send_failure(reader, error)
+                self._service.cancel(*self.leave(reader))
 
     def _send_failure(self, reader: Reader, error: Exception) -> None:
         try:
@@ -177,16 +173,17 @@ class ResponseRun:
         self.cancel()
         self._close()
         self._record_failure(error)
-        for reader in list(self._readers):
+        for reader in self._readers:
             self._send_failure(reader, error)
 
     def _close(self) -> None:
+        self._over = True
         self.ended.set()
         if self._on_end is not None:
             self._on_end()
-        if self._grace is not None:
-            self._grace.cancel()
-            self._grace = None
+        for timer in (self._grace, self._naming):
+            if timer is not None:
+                timer.cancel()
 
     def _record(self, events: Sequence[ServerEvent], done: bool) -> None:
         """Has the store keep what it is to keep."""
@@ -195,8 +192,7 @@ class ResponseRun:
             return
         if entry.replay is not None:
             entry.replay.append(events)
-        if done or self._is_due(entry):
-            store.put(entry)
+        store.put(entry)
         if done and self._keeping.resumable and not self._keeping.whole:
             asyncio.get_running_loop().call_later(self._service.limits.resume_grace_s, store.remove, self.response_id)
 
@@ -217,14 +213,11 @@ class ResponseRun:
             log.exception("the failure of response %s cannot be kept", self.response_id)
             store.remove(self.response_id)
 
-    def _is_due(self, entry: StoredResponse) -> bool:
-        """Whether to put it into the store again: its kept events have grown, or it would expire as unused. Each time costs as much as
-        encoding an event."""
-        now_s = time.monotonic()
-        if entry.replay is None and now_s - self._stored_s < NAME_EVERY_S:
-            return False
-        self._stored_s = now_s
-        return True
+    def _name(self) -> None:
+        """Puts it into the store, and again once a while until it has ended."""
+        if self._entry is not None and not self._over:
+            self._service.store.put(self._entry)
+            self._naming = asyncio.get_running_loop().call_later(NAME_EVERY_S, self._name)
 
     def _kept_at_end(self) -> StoredResponse | None:
         """What is left of it in the store at its end; None for nothing."""

@@ -43,7 +43,7 @@ def test_a_step_of_many_requests_wakes_the_loop_once():
     loop, delivered = Loop(), {name: [] for name in "abc"}
     box = Mailbox(loop)
     for name in "abc":
-        box.open(name, delivered[name].append)
+        box.open(name, delivered[name].append, delivered[name].append)
     box.deliver([token(name, 1) for name in "abc"])
     box(token("a", 2))
     loop.run()
@@ -71,20 +71,20 @@ def test_what_follows_a_step_is_called_in_one_turn_and_one_that_raises_keeps_no_
 
 
 def test_a_receiver_that_raises_loses_its_own_request_and_no_other(caplog):
-    loop, delivered, failed = Loop(), [], []
+    loop, delivered, ended, failed = Loop(), [], [], []
     box = Mailbox(loop, failed.append)
 
     def broken(event):
         raise KeyError(event.request_id)
 
-    box.open("a", broken)
-    box.open("b", delivered.append)
+    box.open("a", broken, ended.append)
+    box.open("b", delivered.append, ended.append)
     with caplog.at_level(logging.ERROR):
         for number in range(2):
             box.deliver([token("a", number), token("b", number)])
             loop.run()
     assert delivered == [token("b"), token("b", 1)]
-    assert failed == ["a"]
+    assert (failed, ended) == (["a"], [None])
     assert caplog.text.count("the receiver of 'a' raised") == 1
 
 
@@ -92,7 +92,7 @@ def test_nothing_follows_the_end_and_nothing_is_kept():
     loop, delivered = Loop(), []
     box = Mailbox(loop)
     for name in "abc":
-        box.open(name, delivered.append)
+        box.open(name, delivered.append, delivered.append)
     box.close("b")
     box.deliver([token("b"), end("a"), token("a")])
     loop.run()
@@ -122,7 +122,7 @@ def test_on_a_real_loop_all_comes_from_another_thread():
                 over.set()
 
         box = Mailbox(asyncio.get_running_loop())
-        box.open("a", receive)
+        box.open("a", receive, receive)
 
         def run():
             for number in range(300):

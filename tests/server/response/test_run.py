@@ -215,21 +215,24 @@ def test_a_conversation_is_kept_for_its_owner_or_for_the_socket(reason, kept):
 
 
 def test_a_response_of_which_nothing_grows_is_named_to_the_store_once_a_while(monkeypatch):
-    now_s = [100.0]
-    monkeypatch.setattr(response_run.time, "monotonic", lambda: now_s[0])
-
     async def counted(**fields):
+        waiting, puts = [], []
+        monkeypatch.setattr(asyncio.get_running_loop(), "call_later", lambda delay_s, call, *_: waiting.append((delay_s, call)))
         _, engine, service = started(Log(), **fields)
-        put, times = service.store.put, []
-        monkeypatch.setattr(service.store, "put", lambda entry: (times.append(now_s[0]), put(entry)))
+        put = service.store.put
+        monkeypatch.setattr(service.store, "put", lambda entry: (puts.append(entry.run is not None), put(entry)))
         for step in range(8):
-            now_s[0] = 100.0 + step * 0.25
             engine.emit("x")
             await settled()
+            if step % 4 == 3:
+                delay_s, call = waiting.pop()
+                assert delay_s == response_run.NAME_EVERY_S
+                call()
         engine.finish()
         await settled()
-        return times
+        waiting[0][1]()
+        return puts
 
-    # The last is its end; what began it came before the store was watched.
-    assert asyncio.run(counted(store=True)) == [101.0, 101.75]
-    assert len(asyncio.run(counted(resumable=True))) == 9
+    # What began it came before the store was watched; after its end nothing does.
+    assert asyncio.run(counted(store=True)) == [True, True, False]
+    assert asyncio.run(counted(resumable=True)) == [True] * 10 + [False]
