@@ -131,7 +131,7 @@ BUDGETS: dict[str, int] = {
     "server/parsers": 1608,
     "server/pictures": 2059,
     "server/requests": 2182,
-    "server/response": 1346,
+    "server/response": 1340,
     "server/siblings": 561,
     "server/socket": 950,
     "server/storage": 241,

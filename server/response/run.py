@@ -216,7 +216,11 @@ class ResponseRun:
     def _name(self) -> None:
         """Puts it into the store, and again once a while until it has ended."""
         if self._entry is not None and not self._over:
-            self._service.store.put(self._entry)
+            try:
+                self._service.store.put(self._entry)
+            except Exception as error:
+                self._fail(error)
+                return
             self._naming = asyncio.get_running_loop().call_later(NAME_EVERY_S, self._name)
 
     def _kept_at_end(self) -> StoredResponse | None:

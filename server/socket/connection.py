@@ -34,9 +34,6 @@ class Connection:
     A lane is named by a `stream_id`; creates without one share a lane, whose events have none. `receive` either returns a command, or
     None for a create that waits, or raises and leaves the state unchanged, so a bad frame does not cost the socket.
 
-    Attributes:
-        encode_bytes: one server event as the payload of a frame.
-
     Args:
         subprotocol: one of `frames.SUBPROTOCOLS`.
         max_frame_bytes: largest legal frame.
@@ -52,7 +49,7 @@ class Connection:
         max_streams: int = SocketLimits.max_streams,
         new_id: Callable[[], str] = new_response_id,
     ) -> None:
-        self.subprotocol, self.encode_bytes = subprotocol, encoder(subprotocol)
+        self.subprotocol, self._encode = subprotocol, encoder(subprotocol)
         self._max_frame_bytes = max_frame_bytes
         self._max_streams = max_streams
         self._new_id = new_id
@@ -120,6 +117,10 @@ class Connection:
     def encode(self, event: Mapping[str, Any]) -> Frame:
         """One server event as a frame of this socket's subprotocol."""
         return encode(event, self.subprotocol)
+
+    def encode_bytes(self, event: Mapping[str, Any]) -> bytes:
+        """One server event as the payload of a frame."""
+        return self._encode(event)
 
     def _create(self, body: ResponseCreate) -> CreateCommand | None:
         lane = body.fields.stream_id or ""
