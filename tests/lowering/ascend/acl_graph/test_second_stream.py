@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from support import acl_graphs as ag
 from torch.fx import Graph, Node
@@ -45,6 +45,7 @@ def happens_before(nodes: list[Node], second: set[Node], ordered: Order) -> Mapp
 
 
 @given(PLACED)
+@example([([], False, 1), ([1], True, 0), ([1], True, 1), ([], False, 1), ([], False, 1)])  # a view's memory is that of what it is of
 def test_data_are_there_and_memory_is_free_when_it_is_given_again(drawn: Any) -> None:
     nodes, second = graph(drawn)
     last = {source: node for node in nodes for source in node.all_input_nodes}
