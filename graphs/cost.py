@@ -142,7 +142,7 @@ def _live(graph: GraphModule, donated: set[Node]) -> list[int]:
 def _while_rows_travel(graph: GraphModule, last: dict[Node, Node], sizes: dict[Node, int]) -> dict[Node, Node]:
     """Until when values live that an exchange is the last to read, where a graph has several: until a kernel waits for the exchange.
 
-    Kernels and exchanges run in order, on a stream each (lowering/ascend/streams.py, lowering/ascend/acl_graph/place.py). What an
+    Kernels and exchanges run in order, on a stream each (lowering/ascend/streams.py, lowering/ascend/acl_graph/multi_stream.py). What an
     operator gives beside other results counts as before: they are one value here, of which the exchange reads the smallest.
     """
     exchanges = [node for node in sizes if (primitive := of_target(node.target)) is not None and primitive.travels]

@@ -46,8 +46,7 @@ def in_order_of_time(ge_file: GeFile, mesh: Mesh, platform: Platform) -> GeFile:
     if not any(_dispatches(ops) > 1 for ops in bodies):
         return ge_file
     timed = timed_launches(ge_file, parameters(platform.chip), mesh, EARLIER_TOKENS, platform)
-    tasks = [timed.tasks[begin:end] for begin, end in itertools.pairwise(timed.firsts)]
-    seconds = {node.name: sum(task.duration.total_s for task in each) for node, each in zip(timed.started, tasks, strict=True)}
+    seconds = dict(zip((node.name for node in timed.started), timed.seconds, strict=True))
     ordered = [op for ops in bodies for op in (_scheduled(ops, seconds) if _dispatches(ops) > 1 else ops)]
     # The messages are parts of the list that is emptied.
     copies = [_copy(op) for op in ordered]

@@ -28,7 +28,7 @@ class AclGraph(NpuBackend):
     def compile(self, lowered: Lowered, *, cache_dir: Path, threads: int) -> Compiled:
         """One flat graph for all ranks, in the format of lowering/ascend/acl_graph/file.py, on two streams where ranks exchange rows."""
         from ..ascend.acl_graph.make import acl_file
-        from ..ascend.acl_graph.place import with_second_stream
+        from ..ascend.acl_graph.multi_stream import with_second_stream
         from ..ascend.shipped import CAPTURED
 
         made = acl_file(lowered.graph, lowered.signature, captured=isinstance(lowered.bucket, Bucket) and kind_of(lowered.bucket).decodes)

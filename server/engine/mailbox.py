@@ -35,7 +35,12 @@ class Mailbox(BatchSink):
         self._lock = Lock()
 
     def open(self, request_id: str, deliver: Deliver, ended: Ended) -> None:
-        """Names the receivers of a request's tokens and of its end, which is None where that of tokens raised; before it is submitted."""
+        """Names the receivers of a request's events, before it is submitted.
+
+        Args:
+            deliver: gets all events but the last.
+            ended: gets the last, or None when `deliver` raised.
+        """
         self._receivers[request_id] = deliver, ended
 
     def close(self, request_id: str) -> None:

@@ -193,6 +193,11 @@ class Timed:
     facts: Facts
 
     @property
+    def seconds(self) -> list[float]:
+        """How long each launch takes, alone."""
+        return [sum(task.duration.total_s for task in self.tasks[begin:end]) for begin, end in itertools.pairwise(self.firsts)]
+
+    @property
     def firsts(self) -> list[int]:
         """Position of each launch's first task, and the number of tasks."""
         return list(itertools.accumulate((len(each) for each in self.works), initial=0))

@@ -20,7 +20,7 @@ from npucompile.graphs.types import Bucket, Mesh
 from npucompile.lowering import device as protocol
 from npucompile.lowering.ascend.acl_graph.file import AclFile
 from npucompile.lowering.ascend.acl_graph.make import acl_file
-from npucompile.lowering.ascend.acl_graph.place import with_second_stream
+from npucompile.lowering.ascend.acl_graph.multi_stream import with_second_stream
 from npucompile.lowering.ascend.emulator.device import EmulatedDevice, engine, open_device
 from npucompile.lowering.ascend.ge_file import GeFile, encode, messages
 from npucompile.lowering.ascend.link import link

@@ -66,8 +66,7 @@ def _seconds(acl_file: AclFile, nodes: Sequence[Node], timed: Timed) -> dict[Nod
     # Operators that are read by name alone give their nodes other names.
     number = {node.name: i for i, node in enumerate(graph_of(acl_file).graph.nodes)}
     launched = [nodes[number[node.name.rpartition("/")[2]]] for node in timed.started]
-    tasks = [timed.tasks[begin:end] for begin, end in itertools.pairwise(timed.firsts)]
-    return {node: sum(task.duration.total_s for task in each) for node, each in zip(launched, tasks, strict=True)}
+    return dict(zip(launched, timed.seconds, strict=True))
 
 
 def _runs(acl_file: AclFile, nodes: Sequence[Node]) -> list[list[Node]]:

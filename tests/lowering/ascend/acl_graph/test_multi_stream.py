@@ -1,4 +1,4 @@
-"""lowering/ascend/acl_graph/place.py: what may run beside exchanges does, on the second stream, where there is one."""
+"""lowering/ascend/acl_graph/multi_stream.py: what may run beside exchanges does, on the second stream, where there is one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from support import acl_graphs as ag
 
 from npucompile.graphs.types import Mesh
 from npucompile.lowering.ascend.acl_graph.file import AclFile, graph_of
-from npucompile.lowering.ascend.acl_graph.place import with_second_stream
+from npucompile.lowering.ascend.acl_graph.multi_stream import with_second_stream
 from npucompile.lowering.ascend.acl_graph.second_stream import beside, check, on_host
 from npucompile.lowering.ascend.cost.estimate import estimate
 from npucompile.lowering.ascend.cost.parameters import parameters
