@@ -21,7 +21,7 @@ from npucompile.models.quant.description import DESCRIPTION, formats_in
 from npucompile.models.quant.unread_tensors import reason
 from npucompile.models.variant import Variant
 
-Q, DOWN, EXPERT = "model.layers.2.self_attn.q_proj", "model.layers.1.mlp.down_proj", "model.layers.1.mlp.experts.1.gate_proj"
+Q, DOWN, EXPERT = "model.layers.1.self_attn.q_proj", "model.layers.1.mlp.down_proj", "model.layers.0.mlp.experts.1.gate_proj"
 Change = Callable[[Path], None]
 
 
@@ -42,8 +42,6 @@ def weights(**tensors: torch.Tensor | None) -> Change:
         for name in (name.replace("__", ".") for name, tensor in tensors.items() if tensor is None):
             del held[name]
         save_file(held, file)
-        for index in directory.glob("*.index.json"):
-            index.write_text(json.dumps({"weight_map": dict.fromkeys(held, file.name)}))
 
     return change
 
@@ -63,13 +61,24 @@ def truncated(directory: Path) -> None:
     file.write_bytes(file.read_bytes()[:-100])
 
 
-def without_a_shard(directory: Path) -> None:
-    next(directory.glob("*.safetensors")).unlink()
+def indexed(*stems: str) -> Change:
+    """Writes an index under each of these names, as ModelSlim does beside one file, too."""
+
+    def change(directory: Path) -> None:
+        (file,) = directory.glob("*.safetensors")
+        text = json.dumps({"weight_map": dict.fromkeys(load_file(file), file.name)})
+        for stem in stems:
+            (directory / f"{stem}.safetensors.index.json").write_text(text)
+
+    return change
 
 
-def of_two_tools(directory: Path) -> None:
-    index = next(directory.glob("*.index.json"))
-    shutil.copyfile(index, directory / "quant_model_weight_w8a8.safetensors.index.json")
+def without_a_shard(stem: str) -> Change:
+    def change(directory: Path) -> None:
+        indexed(stem)(directory)
+        next(directory.glob("*.safetensors")).unlink()
+
+    return change
 
 
 def named(matrix: str, kind: str) -> str:
@@ -87,9 +96,16 @@ def test_every_tensor_is_read_or_is_not_for_a_reason(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
-        (DYNAMIC, without_a_shard, r"00001\.safetensors: no such file, though quant_model_weights\.safetensors\.index\.json names it"),
+        *(
+            (source, without_a_shard(stem), rf"00001\.safetensors: no such file, though {stem}\.safetensors\.index\.json names it")
+            for source, stem in ((DYNAMIC, "quant_model_weights"), (SHIFTED, "quant_model_weight_w8a8_mix"))
+        ),
         (DYNAMIC, truncated, r"truncated or corrupt safetensors: .*; the file has \d+ bytes"),
-        (DYNAMIC, of_two_tools, r"holds quant_model_weight_w8a8\.\S+, quant_model_weights\.\S+; legal is one index"),
+        (
+            DYNAMIC,
+            indexed("quant_model_weight_w8a8", "quant_model_weights"),
+            r"holds quant_model_weight_w8a8\.\S+, quant_model_weights\.\S+; legal is one index",
+        ),
         (DYNAMIC, described(version="2.0.0"), "version is '2.0.0'; legal is 1.0.0"),
         (INT4, described(version=None), r"experts\.\d+\.\S+ is W4A8_DYNAMIC, and there is no version; legal for int4 is version 1\.0\.0"),
         (
