@@ -142,7 +142,7 @@ BUDGETS: dict[str, int] = {
     "tools/advisor": 8225,
     "tools/agreement": 1466,
     "tools/bench": 2782,
-    "tools/builder": 6293,
+    "tools/builder": 6226,
     "tools/commands": 2596,
     "tools/face": 863,
     "tools/inspection": 1183,

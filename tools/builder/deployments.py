@@ -143,9 +143,12 @@ class Deployment:
 
 @cache
 def deployments() -> Mapping[str, Deployment]:
-    """All rows by id, in table order."""
-    rows: list[dict[str, Any]] = json.loads(Path(__file__).with_name("deployments.json").read_text(encoding="utf-8"))
-    return {row["id"]: _deployment(row) for row in rows}
+    """All rows by id, in table order; one with `as` is as that row above it but for phases, results, note and what it says itself."""
+    rows: dict[str, dict[str, Any]] = {}
+    for own in json.loads(Path(__file__).with_name("deployments.json").read_text(encoding="utf-8")):
+        base = rows[own.pop("as")] if "as" in own else {}
+        rows[own["id"]] = {key: value for key, value in base.items() if key not in ("phases", "measured", "note")} | own
+    return {name: _deployment(row) for name, row in rows.items()}
 
 
 def deployment(name: str) -> Deployment:
