@@ -29,6 +29,7 @@ class Platform:
         packages: operator packages that are installed where the artifact runs, in alphabetical order.
         kernels: one of `KERNELS`; "" leaves it to torchair, whose graphs are compiled online.
         serial: operators of a graph run one after the other; else exchanges of experts have a stream beside that of products.
+        prefetch: weights of the next products are fetched into the cache while links carry messages.
     """
 
     chip: str = ""
@@ -36,6 +37,7 @@ class Platform:
     packages: tuple[str, ...] = ()
     kernels: str = ""
     serial: bool = False
+    prefetch: bool = False
 
     def __post_init__(self) -> None:
         if self.cann and self.cann not in CANN_RELEASES:
@@ -63,7 +65,7 @@ class Platform:
 
     def as_dict(self) -> dict[str, Any]:
         """The fields as a manifest has them: without those that say nothing beyond what older builds had."""
-        return {name: value for name, value in asdict(self).items() if value or name not in ("kernels", "serial")}
+        return {name: value for name, value in asdict(self).items() if value or name not in ("kernels", "serial", "prefetch")}
 
     @staticmethod
     def of(fields: Mapping[str, Any]) -> Platform:

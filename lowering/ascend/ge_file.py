@@ -20,6 +20,8 @@ from .toolchain.stubs import wheel_path
 FORMAT = "npucompile.ge/2"
 STREAM, PRIORITY = "_user_stream_label", "_user_stream_priority"
 """Attributes of an operator: the label of its stream, and its priority there."""
+FETCH = "Cmo"
+"""Operator that fetches into the cache, on a stream of GE's own."""
 RANK, GROUP = "ep_rank", "group"
 """Kinds of patches: the rank's number among all ranks, and the name of the rank's communicator for a symbolic group."""
 GROUPS = ("tp", "dp", WORLD, DISPATCH, FUSED_EXPERTS)
@@ -109,7 +111,7 @@ class GeFile:
     @property
     def overlaps(self) -> bool:
         """Whether operators run on several streams."""
-        return any(STREAM in op.attr for op in operators(parse(self.graph)))
+        return any(STREAM in op.attr or op.type == FETCH for op in operators(parse(self.graph)))
 
     @property
     def data(self) -> tuple[int, ...]:
@@ -199,11 +201,17 @@ def patched(ge_file: GeFile, rank: int, groups: Mapping[str, str]) -> GeFile:
 
 
 def on_one_stream(ge_file: GeFile) -> GeFile:
-    """The same operators, each on the graph's own stream, in the order of the graph."""
+    """The same operators, each on the graph's own stream, in the order of the graph, without those that fetch beside it."""
     model = parse(ge_file.graph)
     for op in operators(model):
         for name in {STREAM, PRIORITY} & set(op.attr):
             del op.attr[name]
+    fetches = [op for op in model.graph[0].op if op.type == FETCH]
+    for op in fetches:
+        model.graph[0].op.remove(op)
+    for op in model.graph[0].op:
+        for tensor in [f"{fetch.name}:-1" for fetch in fetches] if op.type == "NetOutput" else ():
+            op.input.remove(tensor)
     return replace(ge_file, graph=model.SerializeToString(deterministic=True))
 
 

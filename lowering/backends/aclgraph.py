@@ -29,10 +29,11 @@ class AclGraph(NpuBackend):
         """One flat graph for all ranks, in the format of lowering/ascend/acl_graph/file.py, on two streams where ranks exchange rows."""
         from ..ascend.acl_graph.make import acl_file
         from ..ascend.acl_graph.multi_stream import with_second_stream
+        from ..ascend.prefetch import in_captured
         from ..ascend.shipped import CAPTURED
 
         made = acl_file(lowered.graph, lowered.signature, captured=isinstance(lowered.bucket, Bucket) and kind_of(lowered.bucket).decodes)
-        made = with_second_stream(made, lowered.mesh, lowered.platform)
+        made = in_captured(with_second_stream(made, lowered.mesh, lowered.platform), lowered.mesh, lowered.platform)
         return Compiled(CAPTURED.encode(made), CAPTURED.census(made))
 
 

@@ -31,10 +31,11 @@ class Ge(NpuBackend):
         """Converts to one GE graph for all ranks, in the format of lowering/ascend/ge_file.py, its operators in the order of a schedule."""
         from ..ascend.link import link
         from ..ascend.overlap import in_order_of_time
+        from ..ascend.prefetch import in_ge
         from ..ascend.shipped import GE
 
         ge_file = link(lowered.graph, lowered.signature, self.torchair(), platform=lowered.platform)
-        ge_file = in_order_of_time(ge_file, lowered.mesh, lowered.platform)
+        ge_file = in_ge(in_order_of_time(ge_file, lowered.mesh, lowered.platform), lowered.mesh, lowered.platform)
         return Compiled(GE.encode(ge_file), GE.census(ge_file))
 
     def opened(self, data: bytes) -> Any:

@@ -142,8 +142,11 @@ def choose_platform(plan: Plan) -> Plan:
         )
     if options.ge_kernels and plan.backend != "ge":
         raise SpecError(f"--ge-kernels {options.ge_kernels} with --backend {plan.backend}; legal is ge, whose compiler takes kernels")
-    if options.no_overlap and not target.chip:
-        raise SpecError(f"--no-overlap is for NPUs, whose graphs have several streams; the target is {target.name}")
+    if (options.no_overlap or options.prefetch_weights) and not target.chip:
+        raise SpecError(f"--no-overlap and --prefetch-weights are for NPUs, whose graphs have several streams; the target is {target.name}")
+    if options.no_overlap and options.prefetch_weights:
+        raise SpecError("--prefetch-weights fetches beside collectives, --no-overlap has nothing beside others; legal is one of them")
     packages = tuple(sorted(set(options.operator_packages)))
-    platform = Platform(target.chip, options.cann or target.cann, packages, options.ge_kernels or "", bool(options.no_overlap))
+    cann, kernels = options.cann or target.cann, options.ge_kernels or ""
+    platform = Platform(target.chip, cann, packages, kernels, bool(options.no_overlap), bool(options.prefetch_weights))
     return replace(plan, platform=platform)

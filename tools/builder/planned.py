@@ -53,6 +53,7 @@ class Options:
     cann: str | None = None
     ge_kernels: str | None = None
     no_overlap: bool | None = None
+    prefetch_weights: bool | None = None
     operator_packages: tuple[str, ...] = ()
     kv_cache_dtype: str = "auto"
     expert_combine_dtype: str = "auto"

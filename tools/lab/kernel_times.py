@@ -119,7 +119,7 @@ def estimated(profile: Profile) -> Estimated:
         "op", profile.type, input=tuple(given), slots=tuple(f"x{i}" for i in range(len(given))), results=len(results),
     )  # fmt: skip
     speeds = speeds_of(profile.chip)
-    weights = frozenset({"in1:0"} if "MatMul" in profile.type or "Matmul" in profile.type else ())
+    weights = {"in1:0": "in1:0"} if "MatMul" in profile.type or "Matmul" in profile.type else {}
     facts = Facts(given | results, weights, frozenset(), 0, _ALONE.groups, speeds.cache_bytes, speeds.expert_skew, speeds.expert_imbalance)
     times = [duration(replace(work, time=AS_MOST), speeds, _ALONE) for work in works_of(node, facts)]
     return Estimated(profile, sum(time.launch_s for time in times), sum(time.busy_s for time in times))

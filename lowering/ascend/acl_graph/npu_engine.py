@@ -142,6 +142,8 @@ class NpuAclEngine:
                     run([call], values)
                     if call.awaited:
                         events[call.number] = stream.record_event()
+        # Nobody waits for the last fetch, and a capture ends with all its streams joined.
+        self._torch_npu.npu.current_stream().wait_stream(self._memory.second)
 
     def fetch(self, number: int, tensor: torch.Tensor) -> Callable[[], list[int]]:
         """Queues a copy into page-locked memory."""

@@ -16,7 +16,7 @@ from ....graphs.invariants import results_of
 from ..operators.table import GROUP_ARGUMENTS, HCCL_NAMED, HOST_LISTS, RANK_ARGUMENTS
 from .file import AclFile, graph_of
 from .host_lists import lists_of
-from .second_stream import Order, beside, on_host, order
+from .second_stream import FETCH, Order, beside, on_host, order
 
 Find = Callable[[str], Callable[..., Any]]
 """Name of an operator, as the file has it -> what runs it."""
@@ -118,7 +118,8 @@ class AclProgram:
         borders = [self.file.operands, *self.file.cuts, len(self.nodes)]
         segments, fetched = [], set[Node]()
         for start, stop in itertools.pairwise(borders):
-            part = self.nodes[start:stop]
+            # On one stream the next operators would wait for what fetches.
+            part = [node for node in self.nodes[start:stop] if second or str(node.target) != FETCH]
             here = {value for node in part for value in lists_of(node).values()}
             wanted = {value for node in self.nodes[stop:] for value in lists_of(node).values()}
             ready = [value for value in wanted - fetched if self._numbers[value] < stop]

@@ -7,7 +7,6 @@ must have ended by then. Nothing else orders streams, so both follow from which 
 from __future__ import annotations
 
 import bisect
-import itertools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -21,6 +20,8 @@ from .flat import is_fixed, written_memory
 
 STREAM = "beside"
 """What inspections and estimates call the second stream."""
+FETCH = "npu.npu_prefetch.default"
+"""Operator that is always there: on the first stream the next would wait for it."""
 
 
 def on_host(node: Node) -> bool:
@@ -43,16 +44,14 @@ class Order:
     Attributes:
         waits: launch -> the launch of the other stream that it waits for; by it, for all before that one.
         frees: launch -> values that the host lets go behind it.
-        open: the last launch of the second stream that the first never waits for; None where there is none.
     """
 
     waits: Mapping[Node, Node]
     frees: Mapping[Node, tuple[Node, ...]]
-    open: Node | None
 
 
 def order(part: Sequence[Node], second: Collection[Node], inside: Mapping[Node, Node]) -> Order:
-    """Orders a segment, at whose begin the second stream has waited for the first.
+    """Orders a segment, at whose begin the second stream has waited for the first, and at whose end the first waits for the second.
 
     Args:
         part: its nodes.
@@ -77,8 +76,7 @@ def order(part: Sequence[Node], second: Collection[Node], inside: Mapping[Node, 
         others = [number[user] for user in value.users if user in number and (user in second) != stream and not on_host(user)]
         at = _behind(known[stream], max(number[reader], number[value]), max(others, default=-1))
         frees.setdefault(part[-1 if at is None else at], []).append(value)
-    unseen = [i for i, _ in known[True][-1:] if i > seen[False]]
-    return Order(waits, {node: tuple(values) for node, values in frees.items()}, part[unseen[0]] if unseen else None)
+    return Order(waits, {node: tuple(values) for node, values in frees.items()})
 
 
 def _behind(launches: Sequence[tuple[int, int]], position: int, other: int) -> int | None:
@@ -96,7 +94,7 @@ def check(acl_file: AclFile) -> None:
 
     Raises:
         LoweringError: naming what is beside and must not be: what communicates (each rank runs collectives in one order, on one stream),
-            reads or writes memory that is written in place, or takes lists of the host; or what the first stream never waits for.
+            reads or writes memory that is written in place, or takes lists of the host.
     """
     if not acl_file.beside:
         return
@@ -108,9 +106,4 @@ def check(acl_file: AclFile) -> None:
             raise LoweringError(
                 f"{node.name} ({node.target}) is on the second stream; legal there is what neither communicates, nor takes lists of the"
                 " host, nor reads or writes memory that is written in place"
-            )
-    for start, stop in itertools.pairwise([acl_file.operands, *acl_file.cuts, len(nodes)]):
-        if (left := order(nodes[start:stop], second, {}).open) is not None:
-            raise LoweringError(
-                f"{left.name} ({left.target}) ends the second stream and nothing waits for it; legal is a reader on the first"
             )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ....graphs.errors import LoweringError
@@ -27,6 +27,8 @@ _MS = 1e3
 CONTENTIONS = (1.25, 1.5)
 """What half of the cores cost kernels of decode steps in public measurements: attention 1.28, an MLA prolog 1.5, products 1.25
 (cann-recipes, LongCat on Atlas A3). None was published of kernels beside an exchange."""
+PREFETCH = "prefetch"
+"""What the stream of GE that fetches into the cache is called."""
 _GROUPS = ("group_list", "group_index")
 """Inputs with the number of rows of each expert."""
 
@@ -171,7 +173,7 @@ def timeline(graph: GeFile | AclFile, speeds: Parameters, mesh: Mesh, context: i
     timed = timed_launches(graph, speeds, mesh, context, platform)
     nodes = [node for node, stages in zip(timed.started, timed.works, strict=True) for _ in stages]
     return tuple(
-        Lasting(body_of(nodes[i].name), nodes[i].type, nodes[i].stream, start * _MS, end * _MS, timed.tasks[i].duration.cause)
+        Lasting(body_of(nodes[i].name), nodes[i].type, timed.tasks[i].stream, start * _MS, end * _MS, timed.tasks[i].duration.cause)
         for start, end, i in intervals(timed.tasks)
     )
 
@@ -181,12 +183,14 @@ class Timed:
     """The launches of a step, each with its work.
 
     Attributes:
-        started: the launches, in order.
+        nodes: all operators, in order.
+        started: the launches among them.
         works: of each the work of its stages.
         tasks: their stages, one after the other.
         facts: what work was told from.
     """
 
+    nodes: Sequence[Node]
     started: Sequence[Node]
     works: Sequence[Sequence[Work]]
     tasks: Sequence[Task]
@@ -212,23 +216,49 @@ def timed_launches(graph: GeFile | AclFile, speeds: Parameters, mesh: Mesh, cont
         raise LoweringError(f"{unknown.name} ({unknown.type}): nothing is known of this operator; legal are those of the table of legality")
     waits = _waits(read.nodes, {node.name: i for i, node in enumerate(started)})
     facts = _facts(read, frozenset(graph.written), speeds, topology, context)
-    works = [works_of(op, facts) for op in started]
+    works, found = _fetched([works_of(op, facts) for op in started], started, facts)
     firsts = list(itertools.accumulate((len(each) for each in works), initial=0))
     tasks = []
     for number, each in enumerate(works):
         # The stages of an operator run one after the other; who waits for it waits for the last.
-        after = tuple(firsts[i + 1] - 1 for i in waits[started[number].name])
+        after = tuple(firsts[i + 1] - 1 for i in (*waits[started[number].name], *found.get(number, ())))
         for stage, work in enumerate(each):
             follows = (firsts[number] + stage - 1,) if stage else after
-            tasks.append(Task(duration(work, speeds, topology), follows, started[number].stream))
-    return Timed(started, works, tasks, facts)
+            tasks.append(Task(duration(work, speeds, topology), follows, _stream(started[number], work)))
+    return Timed(read.nodes, started, works, tasks, facts)
+
+
+def _fetched(
+    works: Sequence[tuple[Work, ...]], started: Sequence[Node], facts: Facts
+) -> tuple[list[tuple[Work, ...]], dict[int, tuple[int, ...]]]:
+    """Work with the bytes that were fetched before in the cache, and for each reader of such bytes the launches that fetch them.
+
+    No device waits for what fetches; who reads bytes that are on their way would get them no sooner.
+    """
+    read, found, ahead = list(works), dict[int, tuple[int, ...]](), dict[str, int]()
+    for number, (node, stages) in enumerate(zip(started, works, strict=True)):
+        if stages[0].fetched_bytes:
+            ahead[facts.resident[node.input[0]]] = number
+        elif ahead and (own := [ahead.pop(name) for tensor in node.reads if (name := facts.resident.get(tensor, "")) in ahead]):
+            whole = sum(facts.types[tensor].nbytes for tensor in node.reads if tensor in facts.resident)
+            # Of experts that get no row nothing is read.
+            cached = sum(works[fetch][0].fetched_bytes for fetch in own) * min(1.0, stages[0].hbm_bytes / whole)
+            found[number] = tuple(own)
+            first = replace(stages[0], hbm_bytes=stages[0].hbm_bytes - cached, cache_bytes=stages[0].cache_bytes + cached)
+            read[number] = (first, *stages[1:])
+    return read, found
+
+
+def _stream(node: Node, work: Work) -> str:
+    """The label of a launch's stream: GE fetches on one of its own (npu_prefetch of cann-recipes-infer@0cc6cd0, docs)."""
+    return node.stream or (PREFETCH if work.fetched_bytes else "")
 
 
 def _step(timed: Timed, speeds: Parameters) -> StepCost:
     started, works, tasks, firsts = timed.started, timed.works, timed.tasks, timed.firsts
     timeline = schedule(tasks)
     exposed = tuple(total(timeline.exposed[begin:end]) for begin, end in itertools.pairwise(firsts))
-    moved = [sum(work.hbm_bytes + work.streamed_bytes for work in each) for each in works]
+    moved = [sum(work.hbm_bytes + work.streamed_bytes + work.fetched_bytes for work in each) for each in works]
     sent = [sum(work.sent_bytes for work in each) for each in works]
     parts = total(timeline.exposed)
     parts["waiting"] = timeline.waiting_s
@@ -248,31 +278,32 @@ def _step(timed: Timed, speeds: Parameters) -> StepCost:
     )
 
 
-def _streams(started: Sequence[Node], works: Sequence[Sequence[object]], durations: Sequence[Duration]) -> dict[str, dict[str, float]]:
+def _streams(started: Sequence[Node], works: Sequence[Sequence[Work]], durations: Sequence[Duration]) -> dict[str, dict[str, float]]:
     streams, taken = dict[str, dict[str, float]](), iter(durations)
     for node, stages in zip(started, works, strict=True):
-        stream = streams.setdefault(node.stream or "main", {"launches": 0, "busy_ms": 0.0})
+        stream = streams.setdefault(_stream(node, stages[0]) or "main", {"launches": 0, "busy_ms": 0.0})
         stream["launches"] += 1
         stream["busy_ms"] += sum(next(taken).total_s for _ in stages) * _MS
     return streams
 
 
 def _facts(read: Nodes, written: frozenset[int], speeds: Parameters, topology: Topology, context: int) -> Facts:
-    resident, pools = set[str](), set[str]()
+    resident, pools = dict[str, str](), set[str]()
     for node in read.nodes:
         if node.type == OPERAND:
-            resident.add(f"{node.name}:0")
+            resident[f"{node.name}:0"] = f"{node.name}:0"
             pools.update([f"{node.name}:0"] if node.operand in written else ())
-        elif node.type == "" or node.type in VIEWS:
-            for group in (resident, pools):
-                group.update(f"{node.name}:{port}" for port in range(node.results) if node.input and node.input[0] in group)
+        elif (node.type == "" or node.type in VIEWS) and node.input and (operand := resident.get(node.input[0])):
+            results = [f"{node.name}:{port}" for port in range(node.results)]
+            resident |= dict.fromkeys(results, operand)
+            pools.update(results if node.input[0] in pools else ())
         for port, position in IN_PLACE.get(node.type, {}).items():
             if position < len(node.input) and node.input[position] in pools:
-                resident.add(f"{node.name}:{port}")
+                resident[f"{node.name}:{port}"] = resident[node.input[position]]
                 pools.add(f"{node.name}:{port}")
     rows = _routed(read, topology)
     return Facts(
-        read.types, frozenset(resident), frozenset(pools), context, topology.groups, speeds.cache_bytes, speeds.expert_skew,
+        read.types, resident, frozenset(pools), context, topology.groups, speeds.cache_bytes, speeds.expert_skew,
         speeds.expert_imbalance, rows,
     )  # fmt: skip
 

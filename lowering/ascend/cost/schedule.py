@@ -55,7 +55,7 @@ def schedule(tasks: Sequence[Task], contention: float = 1.0) -> Timeline:
     kernels: list[_Interval] = []
     messages: list[_Interval] = []
     for interval in intervals(tasks, contention):
-        (messages if tasks[interval[2]].duration.cause == "collectives" else kernels).append(interval)
+        (kernels if tasks[interval[2]].duration.on_cores else messages).append(interval)
     exposed: list[dict[str, float]] = [{} for _ in tasks]
     for start, end, number in kernels:
         duration = tasks[number].duration
@@ -63,7 +63,8 @@ def schedule(tasks: Sequence[Task], contention: float = 1.0) -> Timeline:
     step = max((end for _, end, _ in (*kernels, *messages)), default=0.0)
     covered = sum(end - start for start, end, _ in kernels)
     for start, end, number in _uncovered(kernels, messages):
-        exposed[number]["collectives"] = exposed[number].get("collectives", 0.0) + end - start
+        cause = tasks[number].duration.cause
+        exposed[number][cause] = exposed[number].get(cause, 0.0) + end - start
         covered += end - start
     waiting = step - covered
     return Timeline(step, tuple(exposed), waiting if waiting > _ROUNDING * step else 0.0)
@@ -86,7 +87,7 @@ def intervals(tasks: Sequence[Task], contention: float = 1.0) -> list[_Interval]
 
     def end(start: float, number: int) -> float:
         task = tasks[number]
-        slow = contention if task.duration.cause != "collectives" else 1.0
+        slow = contention if task.duration.on_cores else 1.0
         ends[number] = free[task.stream] = until = start + _slowed(start, task.duration.total_s, travel, slow)
         return until
 
@@ -98,10 +99,10 @@ def intervals(tasks: Sequence[Task], contention: float = 1.0) -> list[_Interval]
             before = [ends[i] for i in task.after]
             if None not in before:
                 ready = max([free[stream], *(end for end in before if end is not None)])
-                starts.append((ready if task.duration.cause == "collectives" else max(ready, cores), stream != "", queue[0]))
+                starts.append((max(ready, cores) if task.duration.on_cores else ready, stream != "", queue[0]))
         start, _, number = min(starts)
         until = end(start, number)
-        if tasks[number].duration.cause == "collectives":
+        if not tasks[number].duration.on_cores:
             _add(travel, start, until)
             # The kernel that runs already takes longer from now on; nothing that waits for it has begun.
             if kernel is not None and contention > 1 and start < cores:

@@ -43,11 +43,13 @@ class Duration:
         launch_s: from the end of the one before it, without what it works: its start, and what any kernel of its kind takes.
         busy_s: what it works.
         cause: what bounds `busy_s`, one of `CAUSES`.
+        on_cores: whether it takes the cores, which messages do not, nor what fetches into the cache.
     """
 
     launch_s: float
     busy_s: float
     cause: str
+    on_cores: bool = True
 
     @property
     def total_s(self) -> float:
@@ -60,7 +62,11 @@ def duration(work: Work, speeds: Parameters, topology: Topology) -> Duration:
     Memory, matrix unit and vector unit work at the same time, so the slowest of them decides. A collective's fixed cost has its launch.
     """
     if work.group:
-        return Duration(0.0, _exchange(work, speeds, topology) if work.exchange else _collective(work, speeds, topology), "collectives")
+        return Duration(
+            0.0, _exchange(work, speeds, topology) if work.exchange else _collective(work, speeds, topology), "collectives", False
+        )
+    if work.fetched_bytes:
+        return Duration(0.0, work.fetched_bytes / (speeds.hbm_bytes_per_s * speeds.memory_fraction), "memory", False)
     on_cubes = bool(work.matrix or work.streamed_bytes)
     memory = (
         work.hbm_bytes / (speeds.hbm_bytes_per_s * speeds.memory_fraction)

@@ -203,6 +203,27 @@ def _assign(call: Call) -> Results:
     return value
 
 
+def npu_prefetch(source: torch.Tensor, dependency: torch.Tensor | None, max_size: int, offset: int = 0) -> None:
+    """Moves up to `max_size` bytes of `source` [...] into the cache once `dependency` is there; computes nothing.
+
+    Raises:
+        LoweringError: there is nothing to wait for, or the bytes are none of the source.
+    """
+    if dependency is None:
+        raise LoweringError("npu_prefetch waits for nothing; legal is a tensor of what it runs behind")
+    if max_size < 1 or not 0 <= offset < source.nbytes:
+        raise LoweringError(
+            f"npu_prefetch: {max_size} bytes from {offset} of {source.nbytes}; legal are 1 or more, from 0 to {source.nbytes - 1}"
+        )
+
+
+def _fetch(call: Call) -> Results:
+    call.expect(type=6)
+    source = call.tensor("src")
+    npu_prefetch(source, source if call.op.after else None, call.attr("max_size"), call.attr("offset", 0))
+    return ()
+
+
 OPERATORS = (
     NpuOperator(
         ("Identity",),
@@ -257,6 +278,13 @@ OPERATORS = (
         types=type_rules.indexed,
         work=work.indexed,
         trial=Trial(indices={"index": gather_index}),
+    ),
+    NpuOperator(
+        ("Cmo",),
+        torch=(TorchForm("npu.npu_prefetch.default", npu_prefetch, weights=((0, "input"),)),),
+        run=_fetch,
+        work=work.fetch,
+        weight="src",
     ),
     NpuOperator(("Assign",), run=_assign, types=type_rules.same, writes={0: 0}, copies=2),
 )

@@ -42,6 +42,7 @@ class Work:
         tasks: independent parts of the stream; each runs on one core. 0 where all cores share it evenly.
         bf16_ops, int8_ops, attention_ops: operations of the matrix unit; a multiplication and an addition are two.
         vector_ops: element operations of the vector unit.
+        fetched_bytes: moved from HBM into the cache, by no core.
         sent_bytes: received by a rank from others.
         group: symbol of the group that it communicates over; "" where it does not.
         exchange: "dispatch" or "combine" for the fused expert operators.
@@ -57,6 +58,7 @@ class Work:
     int8_ops: float = 0.0
     attention_ops: float = 0.0
     vector_ops: float = 0.0
+    fetched_bytes: float = 0.0
     sent_bytes: float = 0.0
     group: str = ""
     exchange: str = ""
@@ -92,7 +94,7 @@ class Facts:
 
     Attributes:
         types: type of each tensor.
-        resident: tensors that lie in HBM: operands and views of them.
+        resident: tensors that lie in HBM, operands and views of them -> the operand.
         pools: those of `resident` that some operator writes in place, or that are donated.
         context: cached tokens of each request.
         groups: ranks of each group.
@@ -102,7 +104,7 @@ class Facts:
     """
 
     types: Mapping[str, TensorType]
-    resident: frozenset[str]
+    resident: Mapping[str, str]
     pools: frozenset[str]
     context: int
     groups: Mapping[str, int]
@@ -163,6 +165,11 @@ def indexed(op: Node, facts: Facts) -> Work:
     moved = bytes_moved(facts, {source: result.nbytes} | whole_tensors(facts, op.reads[1:2]))
     written = bytes_moved(facts, sizes)
     return Work(moved.hbm_bytes + written.hbm_bytes, moved.cache_bytes + written.cache_bytes, vector_ops=result.elements)
+
+
+def fetch(op: Node, facts: Facts) -> Work:
+    """Moves the first bytes of its operand into the cache."""
+    return Work(fetched_bytes=float(min(facts.types[op.input[0]].nbytes, op.attributes["max_size"])))
 
 
 def sorting(op: Node, facts: Facts) -> Work:

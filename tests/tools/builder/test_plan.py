@@ -317,7 +317,9 @@ def test_a_deployment_says_that_its_context_is_shorter_than_the_models():
             SpecError,
             r"--ge-kernels prebuilt with --backend aclgraph",
         ),
-        ({"target": "cpu", "backend": "null", "no_overlap": True}, SpecError, r"--no-overlap is for NPUs"),
+        ({"target": "cpu", "backend": "null", "no_overlap": True}, SpecError, r"--no-overlap and --prefetch-weights are for NPUs"),
+        ({"target": "cpu", "backend": "null", "prefetch_weights": True}, SpecError, r"--no-overlap and --prefetch-weights are for NPUs"),
+        ({"target": "ascend-a3", "no_overlap": True, "prefetch_weights": True}, SpecError, r"legal is one of them"),
         (
             {"target": "ascend-a2", "mesh": "dp=2,tp=8", "expert_combine_dtype": "int8"},
             SpecError,

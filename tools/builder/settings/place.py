@@ -115,6 +115,16 @@ NO_OVERLAP = Setting(
     what=lambda value, recorded: "Operators of a graph run one after the other.",
     change="the same operators, with exchanges of experts on a stream beside the products or not",
 )
+PREFETCH_WEIGHTS = Setting(
+    "prefetch-weights",
+    "For NPUs: fetch weights of the next products into the cache while links carry messages, and HBM is idle.",
+    lambda plan: plan.platform.prefetch or None,
+    extra={"is_flag": True, "default": None},
+    seldom=True,
+    recorded=lambda recorded: "" if recorded.manifest.platform.get("prefetch") else None,
+    what=lambda value, recorded: "Weights are fetched into the cache beside collectives.",
+    change="the same operators, with weights that are in the cache or not when they are read",
+)
 PACKAGES = Setting(
     "operator-packages",
     f"For NPUs: packages with operators of their own that are installed where it runs, of {', '.join(OPERATOR_PACKAGES)}.",

@@ -42,6 +42,7 @@ SETTINGS = (
     place.CANN,
     place.GE_KERNELS,
     place.NO_OVERLAP,
+    place.PREFETCH_WEIGHTS,
     place.PACKAGES,
 )
 """In the order of `--help`."""

@@ -12,10 +12,12 @@ from support import acl_graphs as ag
 
 from npucompile.graphs.types import Mesh
 from npucompile.lowering.ascend.acl_graph.file import AclFile, graph_of
+from npucompile.lowering.ascend.acl_graph.formats import weight_operands
 from npucompile.lowering.ascend.acl_graph.multi_stream import with_second_stream
 from npucompile.lowering.ascend.acl_graph.second_stream import beside, check, on_host
 from npucompile.lowering.ascend.cost.estimate import estimate
 from npucompile.lowering.ascend.cost.parameters import parameters
+from npucompile.lowering.ascend.prefetch import in_captured
 from npucompile.lowering.collectives_check import of_acl_file
 from npucompile.lowering.platform import Platform
 
@@ -90,3 +92,31 @@ def test_one_stream_is_left_as_it_is() -> None:
     assert with_second_stream(of_parts(2), MESH, replace(A3, serial=True)) is of_parts(2)
     plain, _ = ag.of_body(lambda x: (x.exp(),), inputs_x=((4, 32), ag.BF16))
     assert with_second_stream(plain, MESH, A3) is plain
+
+
+def fetched_layer(x: Any, ids: Any, scales: Any, weight: Any) -> tuple[Any, ...]:
+    npu, world = torch.ops.npu, ("dispatch", 16, 0, 128)
+    made = npu.npu_moe_distribute_dispatch_v2(x, ids, *world, quant_mode=0, expert_token_nums_type=1)
+    out = npu.npu_moe_distribute_combine_v2(made[0].tanh(), ids, made[2], made[4], scales, *world)
+    return (out @ weight.t(),)
+
+
+def test_a_captured_graph_fetches_on_its_second_stream() -> None:
+    shapes: dict[str, Any] = {
+        "x": ((64, 1024), ag.BF16),
+        "ids": ((64, 8), ag.I32),
+        "scales": ((64, 8), ag.F32),
+        "weight": ((2048, 1024), ag.BF16),
+    }
+    file, _ = ag.of_body(fetched_layer, captured=True, **{f"inputs_{name}": shape for name, shape in shapes.items()})
+    made = in_captured(with_second_stream(file, MESH, A3), MESH, replace(A3, prefetch=True))
+    check(made)
+    nodes = [*graph_of(made).graph.nodes]
+    (fetch,) = (node for node in nodes if str(node.target) == "npu.npu_prefetch.default")
+    source, after, size = fetch.args
+    assert (source.op, str(after.target), size) == ("placeholder", "aten.tanh.default", 4 * 2**20)
+    assert str(fetch.next.target).endswith("combine_v2.default")
+    assert beside(made, nodes) == {fetch}
+    assert weight_operands(made) == weight_operands(file), "formats stay"
+    assert len(list(made.bodies)) == len(nodes) - made.operands - 1
+    assert step_ms(made) < step_ms(file)

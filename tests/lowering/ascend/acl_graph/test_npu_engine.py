@@ -141,7 +141,7 @@ def test_two_streams_wait_for_each_other_where_data_cross() -> None:
     torch.testing.assert_close(values[program.results[0]], x.exp().sin() + x.cos())
     assert log == [
         *("second waits for all of first", "first: exp, recorded", "second waits for first: exp", "second: sin, recorded"),
-        *("cos", "first waits for second: sin", "add"),
+        *("cos", "first waits for second: sin", "add", "first waits for all of second"),
     ]
 
 

@@ -15,7 +15,7 @@ def kernel(*after: int, seconds: float = 3.0, stream: str = "") -> Task:
 
 
 def message(*after: int, seconds: float = 5.0, stream: str = "") -> Task:
-    return Task(Duration(0.0, seconds, "collectives"), after, stream)
+    return Task(Duration(0.0, seconds, "collectives", on_cores=False), after, stream)
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ def work(
         hand.data(i, meta)
     hand.op(kind, {name: f"x{i}:0" for i, name in enumerate(inputs)}, "op", results, **attrs)
     types = {f"x{i}:0": declared_type(meta.encode()) for i, meta in enumerate(inputs.values())}
-    resident, names = frozenset(types), list(inputs)
+    resident, names = {name: name for name in types}, list(inputs)
     types |= {f"op:{port}": declared_type(meta.encode()) for port, meta in enumerate(results)}
     in_place = frozenset(f"x{names.index(name)}:0" for name in pools)
     groups = {"tp": 4, "dispatch": 4}

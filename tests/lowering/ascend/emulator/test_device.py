@@ -18,6 +18,7 @@ from npucompile.graphs.errors import LoweringError
 from npucompile.graphs.spmd.partition import Partitioned
 from npucompile.graphs.types import Bucket, Mesh
 from npucompile.lowering import device as protocol
+from npucompile.lowering.ascend import prefetch
 from npucompile.lowering.ascend.acl_graph.file import AclFile
 from npucompile.lowering.ascend.acl_graph.make import acl_file
 from npucompile.lowering.ascend.acl_graph.multi_stream import with_second_stream
@@ -25,21 +26,25 @@ from npucompile.lowering.ascend.emulator.device import EmulatedDevice, engine, o
 from npucompile.lowering.ascend.ge_file import GeFile, encode, messages
 from npucompile.lowering.ascend.link import link
 from npucompile.lowering.ascend.lowered import lower
+from npucompile.lowering.ascend.shipped import CAPTURED, GE
 from npucompile.lowering.ascend.toolchain import harness
 from npucompile.lowering.ascend.toolchain.harness import Torchair
 from npucompile.lowering.platform import Platform
 from npucompile.models.variant import Variant
 
-A3 = Platform("ascend910_93", "9.1")
+A3 = Platform("ascend910_93", "9.1", prefetch=True)
 
 
 @pytest.mark.parametrize("backend", ["ge", "aclgraph"])
 @pytest.mark.parametrize(("mesh", "experts"), [("tp=2", False), ("dp=2,tp=2", True)])
 @pytest.mark.short_cases("tp=2-False-aclgraph")
-def test_a_model_on_devices_is_the_model_of_the_interpreter(ta: Torchair, tmp_path: Path, backend: str, mesh: str, experts: bool) -> None:
+def test_a_model_on_devices_is_the_model_of_the_interpreter(
+    ta: Torchair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str, mesh: str, experts: bool
+) -> None:
     """Prefill and steps with drafts that are accepted, rejected or the model's own: outputs and state are equal in every bit; of captured
     graphs, which replay decode steps, floats but for the order in which this machine's products sum: it may depend on where a tensor
-    lies."""
+    lies. Weights of any size are fetched beside collectives."""
+    monkeypatch.setattr(prefetch, "LEAST_BYTES", 1)
     where, machines = Mesh.parse(mesh), list[Machine]()
     files: dict[Bucket, GeFile | AclFile] = {}
 
@@ -47,10 +52,13 @@ def test_a_model_on_devices_is_the_model_of_the_interpreter(ta: Torchair, tmp_pa
         if (bucket := partitioned.program.bucket) not in files:
             lowered = lower(partitioned, backend=backend)
             if backend == "ge":
-                files[bucket] = link(lowered.graph, lowered.signature, ta)
+                files[bucket] = prefetch.in_ge(link(lowered.graph, lowered.signature, ta), where, A3)
+                fetched = GE.census(files[bucket]).get("Cmo", 0)
             else:
                 made = acl_file(lowered.graph, lowered.signature, captured=bucket.kind == "decode")
-                files[bucket] = with_second_stream(made, where, A3)
+                files[bucket] = prefetch.in_captured(with_second_stream(made, where, A3), where, A3)
+                fetched = CAPTURED.census(files[bucket]).get("npu.npu_prefetch.default", 0)
+            assert fetched
         return files[bucket]
 
     def machine(file: GeFile | AclFile, mesh: Mesh) -> Machine:

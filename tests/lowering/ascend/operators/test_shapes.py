@@ -90,7 +90,21 @@ def test_forms_that_torchair_makes_elsewhere(kind: str, inputs: Any, attrs: Any,
 
 def test_every_operator_is_tested() -> None:
     computed = {kind for operator in shapes.OPERATORS if operator.run is not None for kind in operator.ge}
-    assert {kind for kind, *_ in CONVERTED} | {kind for kind, *_ in DIRECT} == computed | {"ScatterNdUpdate"}
+    assert {kind for kind, *_ in CONVERTED} | {kind for kind, *_ in DIRECT} == computed - {"Cmo"} | {"ScatterNdUpdate"}, "Cmo gives nothing"
+
+
+@pytest.mark.parametrize(
+    ("dependency", "max_size", "offset", "message"),
+    [
+        (None, 8, 0, "waits for nothing; legal is a tensor"),
+        (X, 0, 0, "0 bytes from 0 of 48; legal are 1 or more, from 0 to 47"),
+        (X, 8, 48, "8 bytes from 48 of 48; legal"),
+    ],
+)
+def test_a_fetch_waits_and_stays_in_its_tensor(dependency: Any, max_size: int, offset: int, message: str) -> None:
+    with pytest.raises(LoweringError, match=message):
+        shapes.npu_prefetch(X, dependency, max_size, offset)
+    assert shapes.npu_prefetch(X, X, 64, 47) is None
 
 
 def test_int4_stays_in_its_words() -> None:

@@ -295,7 +295,7 @@ def test_one_members_results_are_those_it_has_among_all(name: str, case: Callabl
 
 
 def test_every_kernel_is_compared() -> None:
-    assert {f"{name}.default" for _, name, _ in CASES} == set(KERNELS)
+    assert {f"{name}.default" for _, name, _ in CASES} == set(KERNELS) - {"npu.npu_prefetch.default"}, "which gives nothing"
     assert {f"{name}.default" for name, _ in GROUP_CASES} == set(GROUP_KERNELS)
     assert {kind for kind, *_ in CONVERTED} == {kind for operator in OPERATORS if operator.widens for kind in operator.ge}
 
