@@ -63,9 +63,9 @@ class EmulatedAclEngine:
             arguments, group = (call.args, call.kwargs), self._groups.get(group, group)
             self._steps[call.number] = TorchStep(program.nodes[call.number], call.number, call.target, arguments, group)
             self._steps[call.number].dead = call.frees
-        for segment in program.segments:
-            # The host lets go behind its last call what another stream may read until the segment ends.
-            self._steps[segment.calls[-1].number].dead = ()
+        # The host lets go behind the last call of a segment what another stream may read until it ends.
+        for last in (call for segment in program.segments for call in segment.calls[-1:]):
+            self._steps[last.number].dead = ()
         check_captured_formats(program, operands)
         check_communication(self._steps.values(), self._state, self._graph_name)
 
@@ -148,7 +148,7 @@ class EmulatedAclEngine:
                 self._running.run_step(step, [self._held], exchange)
                 if isinstance(memory := values[call.number], DeviceTensor):
                     memory.write(self._held[call.number], step.label)
-            for number in segment.calls[-1].frees:
+            for number in (number for last in segment.calls[-1:] for number in last.frees):
                 self._held[number] = None
 
     def _operand(self, program: AclProgram, number: int, tensor: DeviceTensor | None) -> torch.Tensor | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copyreg
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from ....graphs.types import Bucket, Mesh
 from ....lowering.artifact import graph_io
 from ....lowering.ascend.acl_graph.file import AclFile
 from ....lowering.ascend.acl_graph.inspect_acl import launches
+from ....lowering.ascend.acl_graph.second_stream import FETCH
 from ....lowering.ascend.emulator.interpreter import Interpreter
 from ....lowering.ascend.emulator.program import Step
 from ....lowering.ascend.emulator.torch_program import TorchStep
@@ -134,7 +136,7 @@ class CallRecorder:
         assert isinstance(step, TorchStep)
         (args, kwargs), node = call, step.node
         target = str(node.target)
-        if target in GROUP_ARGUMENTS or not launches([node]):
+        if target in GROUP_ARGUMENTS or target == FETCH or not launches([node]):
             return
         plain: Any = map_aggregate((args, dict(kwargs)), described)
         key = f"{target} {plain}"
@@ -146,6 +148,15 @@ class CallRecorder:
             captured = in_stream and not number
             arguments = tuple(copied[0]), dict(copied[1])
             self.calls[key] = OperatorCall(self._graph.bucket, target, *arguments, node.meta["val"], captured, number)
+
+
+def _memory_format(name: str) -> torch.memory_format:
+    found: torch.memory_format = getattr(torch, name)
+    return found
+
+
+# torch.save has no form for those, which clones have as an argument.
+copyreg.pickle(torch.memory_format, lambda value: (_memory_format, (str(value).removeprefix("torch."),)))
 
 
 def described(value: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 
 import pytest
@@ -60,6 +61,15 @@ def test_every_operator_is_right_alone_and_one_call_of_each_is_captured(host, ca
     assert len({call.name for call in calls}) == len(calls)
     assert len(timings) == len(calls)
     assert all(timing.seconds > 0 and timing.moved_bytes > 0 for timing in timings)
+
+
+def test_calls_reach_another_process(calls) -> None:
+    file = io.BytesIO()
+    torch.save(calls, file)
+    file.seek(0)
+    got = torch.load(file, weights_only=False)
+    assert {torch.contiguous_format} == {call.kwargs["memory_format"] for call in got if "memory_format" in call.kwargs}
+    assert [call.file() for call in got] == [call.file() for call in calls]
 
 
 def test_a_wrong_kernel_is_named_with_its_operands(host, calls, monkeypatch):
