@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -71,6 +71,11 @@ class Fields:
         if value is not None and not any(type(value) is type(choice) and value == choice for choice in legal):
             choices = " or ".join(map(repr, legal))
             raise ConfigError(f"{self.where}: {name} is {value!r}; supported is {choices}")
+
+    def only_legal(self, table: Mapping[str, Sequence[bool | str | float]]) -> None:
+        """As `only`, of each field of a table."""
+        for name, legal in table.items():
+            self.only(name, *legal)
 
     def sub(self, name: str) -> Fields:
         """A nested object; an absent one is an empty one.

@@ -69,8 +69,7 @@ def refuse_unknown(outer: Fields, text: Fields, known: Set[str]) -> None:
         ConfigError: naming the field.
     """
     for fields in (outer, text):
-        for name, legal in CONFIRMED.items():
-            fields.only(name, *legal)
+        fields.only_legal(CONFIRMED)
     text.refuse_others(WITHOUT_EFFECT | known)
     if outer is not text:
         again = {name for name, value in outer.values.items() if name in text.values and text.values[name] == value}

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from ..graphs.errors import ConfigError
 from ..graphs.ir.block import block
 from ..graphs.types import Aval, Tree
-from . import draft_vocabulary, feed_forward, norms, quant, sequence_parallel
+from . import attention, draft_vocabulary, feed_forward, norms, quant, sequence_parallel
 from .batch import Batch
 from .family import Intermediates
 from .params import Param, Source, norm
 from .quant.formats import FLOAT
-from .variant import Variant
+from .rotary import Rotary
+from .variant import PLAIN, Variant
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 """Names in checkpoints."""
@@ -54,6 +57,40 @@ class DecoderSizes(feed_forward.MoeSizes, Protocol):
     def tie_word_embeddings(self) -> bool: ...
     @property
     def variant(self) -> Variant: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(attention.PlainHeads):
+    """Sizes that most models have; field names follow config.json. Without `num_experts` a model is dense.
+
+    `variant` is not in the file: it is how a deployment stores parameters and state.
+
+    Attributes:
+        norm_topk_prob: whether the weights of a token's experts are made to sum to 1.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    num_attention_heads: int
+    rotary: Rotary
+    rms_norm_eps: float
+    max_position_embeddings: int
+    tie_word_embeddings: bool
+    intermediate_size: int = 0
+    num_experts: int = 0
+    num_experts_per_tok: int = 0
+    moe_intermediate_size: int = 0
+    norm_topk_prob: bool = True
+    variant: Variant = PLAIN
+
+    def checks(self) -> list[tuple[bool | int, str]]:
+        """(whether it is broken, rule) of each rule."""
+        raise NotImplementedError
+
+    def __post_init__(self) -> None:
+        for broken, rule in self.checks():
+            if broken:
+                raise ConfigError(f"{rule}; the configuration is {self}")
 
 
 def params(cfg: DecoderSizes, dtype: torch.dtype, layers: Sequence[Tree]) -> dict[str, Any]:

@@ -9,18 +9,16 @@ from typing import Any, Protocol
 
 import torch
 
-from ..graphs.errors import ConfigError
 from ..graphs.types import Aval, Limits, Tree
-from . import attention, decoder, draft_vocabulary, feed_forward, latent_attention, mtp, quant
+from . import decoder, draft_vocabulary, feed_forward, latent_attention, mtp, quant
 from . import shrink as sizes
 from .batch import Batch
 from .config import Fields
 from .config_fields import refuse_unknown
 from .family import DraftHead, Family, Intermediates
 from .params import Param, Source
-from .rotary import Rotary, read_rotary
+from .rotary import rotary_fields
 from .routing import SIGMOID, Routing
-from .variant import PLAIN, Variant
 
 NAME = "deepseek_v3"
 DRAFT = "mtp"
@@ -76,35 +74,20 @@ class Mixer(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class MoeConfig(attention.PlainHeads):
-    """Sizes that do not depend on a layer's attention; field names follow config.json, but for `num_experts`, there `n_routed_experts`.
-
-    `variant` is not in the file: it is how a deployment stores parameters and state.
+class MoeConfig(decoder.Config):
+    """Sizes that do not depend on a layer's attention; `num_experts` is `n_routed_experts` in config.json.
 
     Attributes:
         layer_kinds: the feed-forward of each layer, "dense" or "moe", which the names of further kinds begin with.
         num_nextn_predict_layers: 1 where the model has the draft head, else 0.
     """
 
-    vocab_size: int
-    hidden_size: int
-    num_attention_heads: int
     layer_kinds: tuple[str, ...]
-    rotary: Rotary
-    rms_norm_eps: float
-    max_position_embeddings: int
-    tie_word_embeddings: bool
-    intermediate_size: int = 0
-    num_experts: int = 0
-    num_experts_per_tok: int = 0
-    moe_intermediate_size: int = 0
     n_shared_experts: int = 0
     n_group: int = 1
     topk_group: int = 1
-    norm_topk_prob: bool = True
     routed_scaling_factor: float = 1.0
     num_nextn_predict_layers: int = 0
-    variant: Variant = PLAIN
 
     def mixer(self, kind: str) -> Mixer:
         """The module of the attention of a kind of layers; the draft head's layer is OF_DRAFT."""
@@ -129,7 +112,6 @@ class MoeConfig(attention.PlainHeads):
         return self.moe_intermediate_size * self.n_shared_experts
 
     def checks(self) -> list[tuple[bool | int, str]]:
-        """(whether it is broken, rule) of each rule."""
         each = self.num_experts // max(self.n_group, 1)
         without = len(self.layer_kinds) - self.num_moe_layers
         return [
@@ -141,11 +123,6 @@ class MoeConfig(attention.PlainHeads):
             (self.num_experts_per_tok > each * self.topk_group, "num_experts_per_tok must not exceed the experts of topk_group groups"),
             (self.num_nextn_predict_layers not in (0, 1), "num_nextn_predict_layers must be 0 or 1"),
         ]
-
-    def __post_init__(self) -> None:
-        for broken, rule in self.checks():
-            if broken:
-                raise ConfigError(f"{rule}; the configuration is {self}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,12 +187,6 @@ def config_fields(fields: Fields, outer: Fields | None = None) -> dict[str, Any]
     return read
 
 
-def rotary_fields(fields: Fields, width: int, read: Mapping[str, Any], partial: float = 1.0) -> dict[str, Any]:
-    """The rotation of heads of that width, and the longest context with it."""
-    rotary = read_rotary(fields, width, partial=partial)
-    return {"rotary": rotary, "max_position_embeddings": rotary.longest(read["max_position_embeddings"])}
-
-
 def moe_fields(fields: Fields, named: Sequence[str], legal: Mapping[str, tuple[bool | str | int, ...]]) -> dict[str, Any]:
     """Values of the fields of `MoeConfig` but its rotation, and of integers that a model has besides.
 
@@ -226,8 +197,7 @@ def moe_fields(fields: Fields, named: Sequence[str], legal: Mapping[str, tuple[b
     Raises:
         ConfigError: naming the field.
     """
-    for name, values in legal.items():
-        fields.only(name, *values)
+    fields.only_legal(legal)
     layers = fields.num_layers()
     experts = fields.get(int, "n_routed_experts", "num_local_experts", default=0, minimum=0)
     dense = min(fields.get(int, "first_k_dense_replace", default=0, minimum=0), layers) if experts else layers

@@ -6,10 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from . import decoder, deepseek_v3, sparse_latent_attention
+from . import deepseek_v3, sparse_latent_attention
 from . import shrink as sizes
 from .config import Fields
-from .family import Family
 
 NAME = "deepseek_v32"
 SMALL_HEADS, SMALL_TOPK = 32, 64
@@ -89,15 +88,11 @@ def shrink(cfg: Config, tp: int, ranks: int) -> Config:
     )
 
 
-FAMILY: Family[Any] = Family(
+FAMILY = replace(
+    deepseek_v3.FAMILY,
     name=NAME,
-    model_types=("deepseek_v32",),
+    model_types=(NAME,),
     read_config=read_config,
-    abstract_params=deepseek_v3.abstract_params,
-    abstract_state=deepseek_v3.abstract_state,
-    forward=deepseek_v3.forward,
-    head=decoder.head,
     shrink=shrink,
     widths={**deepseek_v3.WIDTHS, "index_n_heads": 16},
-    draft_head=deepseek_v3.DRAFT_HEAD,
 )

@@ -115,8 +115,7 @@ def read_config(values: Mapping[str, Any], where: str, target: ModelConfig, part
         ConfigError: naming the field, and where it does not fit the model both sides.
     """
     fields = Fields(values, where)
-    for name, legal in _LEGAL.items():
-        fields.only(name, *legal)
+    fields.only_legal(_LEGAL)
     _refuse_unknown(fields, _READ | _WITHOUT_EFFECT)
     read: dict[str, Any] = {name: fields.get(int, name, minimum=1) for name in _SIZES}
     hidden = fields.get(int, "target_hidden_size", default=read["hidden_size"], minimum=1)

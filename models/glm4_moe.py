@@ -14,8 +14,9 @@ from . import shrink as sizes
 from .batch import Batch
 from .config import Fields
 from .config_fields import refuse_unknown
-from .deepseek_v3 import LEGAL, OF_DRAFT, SOMETIMES, moe_fields, rotary_fields, small_experts
+from .deepseek_v3 import LEGAL, OF_DRAFT, SOMETIMES, moe_fields, small_experts
 from .family import Family
+from .rotary import rotary_fields
 
 NAME = "glm4_moe"
 _SIZES = ("vocab_size", "hidden_size", "num_attention_heads", "num_key_value_heads", "max_position_embeddings")
@@ -90,15 +91,7 @@ def read_config(values: Mapping[str, Any], where: str = "config.json") -> Config
 
 def shrink(cfg: Config, tp: int, ranks: int) -> Config:
     """A small configuration for `Family.shrink`."""
-    queries, keys = sizes.attention_heads(cfg.num_attention_heads, cfg.num_key_value_heads, cfg.variant.kv_repeat, tp)
-    return replace(
-        cfg,
-        **small_experts(cfg, tp, ranks),
-        num_attention_heads=queries,
-        num_key_value_heads=keys,
-        head_dim=sizes.HEAD,
-        rotary=sizes.rotary(cfg.rotary, cfg.head_dim),
-    )
+    return replace(cfg, **small_experts(cfg, tp, ranks), **sizes.heads(cfg, tp))
 
 
 FAMILY: Family[Any] = replace(

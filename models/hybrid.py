@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from ..graphs.errors import ConfigError
 from ..graphs.types import Limits, Tree
 from . import attention, decoder, draft_vocabulary, feed_forward, gated_deltanet, mtp
 from . import shrink as sizes
@@ -22,9 +21,8 @@ from .batch import Batch
 from .config import Fields
 from .config_fields import refuse_unknown
 from .family import DraftHead, Intermediates
-from .rotary import Rotary, read_rotary
+from .rotary import rotary_fields
 from .routing import SOFTMAX, Routing
-from .variant import PLAIN, Variant
 
 DRAFT = "mtp"
 FULL, LINEAR = "full_attention", "linear_attention"
@@ -47,23 +45,26 @@ _MOE_SIZES = ("num_experts_per_tok", "moe_intermediate_size", "shared_expert_int
 # Fields that not every model reads. `mamba_ssm_dtype` is of recurrent states, whose dtype is a deployment's (`Variant.recurrent`).
 _SOMETIMES = frozenset({*_MOE_SIZES, "intermediate_size", "full_attention_interval", "mamba_ssm_dtype"})
 
+# Fields of config.json of which only these values are implemented. The gate of attention is always a sigmoid; `output_gate_type` is of
+# the gate of DeltaNet's norm, as vLLM and SGLang read it (transformers 5.23 does not, and computes a swish).
+LEGAL: dict[str, tuple[bool | str | int, ...]] = {
+    "hidden_act": ("silu",),
+    "attention_bias": (False,),
+    "use_qk_norm": (True,),
+    "attn_output_gate": (True,),
+    "output_gate_type": ("swish", "silu"),
+}
 
-@dataclass(frozen=True)
-class Config(attention.PlainHeads):
-    """Sizes of a hybrid model; field names follow config.json.
 
-    With num_experts == 0 the model is dense and has an intermediate_size; otherwise it is MoE and has the moe_ and shared_ sizes.
-    `variant` is not in the file: it is how a deployment stores parameters and state.
+@dataclass(frozen=True, kw_only=True)
+class Config(decoder.Config):
+    """Sizes of a hybrid model.
 
     Attributes:
-        norm_topk_prob: whether the weights of a token's experts are made to sum to 1.
         dense_layers: layers of an MoE model whose feed-forward is dense.
         fused_projections: of `gated_deltanet.DeltaNetSizes`.
     """
 
-    vocab_size: int
-    hidden_size: int
-    num_attention_heads: int
     num_key_value_heads: int
     head_dim: int
     layer_types: tuple[str, ...]
@@ -72,20 +73,10 @@ class Config(attention.PlainHeads):
     linear_key_head_dim: int
     linear_value_head_dim: int
     linear_conv_kernel_dim: int
-    rotary: Rotary
-    rms_norm_eps: float
-    max_position_embeddings: int
-    tie_word_embeddings: bool
-    intermediate_size: int = 0
-    num_experts: int = 0
-    num_experts_per_tok: int = 0
-    moe_intermediate_size: int = 0
     shared_expert_intermediate_size: int = 0
     mtp_num_hidden_layers: int = 0
-    norm_topk_prob: bool = True
     dense_layers: tuple[int, ...] = ()
     fused_projections: bool = False
-    variant: Variant = PLAIN
 
     @property
     def norm_offset(self) -> float:
@@ -115,20 +106,17 @@ class Config(attention.PlainHeads):
     def routing(self) -> Routing:
         return Routing(SOFTMAX, self.num_experts_per_tok, self.norm_topk_prob)
 
-    def __post_init__(self) -> None:
-        checks = [
+    def checks(self) -> list[tuple[bool | int, str]]:
+        return [
             *attention.uneven(self),
             (self.head_dim % 2, "head_dim must be even"),
             (self.linear_num_value_heads % self.linear_num_key_heads, "linear_num_value_heads: a multiple of linear_num_key_heads"),
             (self.rotary.dim > self.head_dim, f"rotated are {self.rotary.dim} channels; legal are at most head_dim"),
-            (not self.layer_types or set(self.layer_types) - {FULL, LINEAR}, f"layer_types may hold {FULL!r} and {LINEAR!r}"),
+            (not self.layer_types or bool(set(self.layer_types) - {FULL, LINEAR}), f"layer_types may hold {FULL!r} and {LINEAR!r}"),
             (self.num_experts_per_tok > self.num_experts, "num_experts_per_tok must not exceed num_experts"),
             (bool(self.dense_layers) and not self.intermediate_size, "layers without experts need an intermediate_size"),
             (self.mtp_num_hidden_layers not in (0, 1), "the number of multi-token-prediction layers must be 0 or 1"),
         ]
-        for broken, rule in checks:
-            if broken:
-                raise ConfigError(f"{rule}; the configuration is {self}")
 
 
 def read_config(outer: Fields, text: Fields, **given: Any) -> Config:
@@ -146,11 +134,9 @@ def read_config(outer: Fields, text: Fields, **given: Any) -> Config:
     dense = not experts or given.get("dense_layers")
     required = (*_SIZES, *(_MOE_SIZES if experts else ()), *(("intermediate_size",) if dense else ()))
     read: dict[str, Any] = {name: text.get(int, name, minimum=1) for name in required}
-    rotary = read_rotary(text, read["head_dim"], partial=0.25)
-    read["max_position_embeddings"] = rotary.longest(read["max_position_embeddings"])
+    read |= rotary_fields(text, read["head_dim"], read, partial=0.25)
     config = Config(
         layer_types=_layer_types(text),
-        rotary=rotary,
         rms_norm_eps=text.get(float, "rms_norm_eps", minimum=0),
         tie_word_embeddings=outer.get(bool, "tie_word_embeddings", default=text.get(bool, "tie_word_embeddings", default=False)),
         num_experts=experts,
@@ -242,16 +228,12 @@ def draft(cfg: Config, params: Tree, state: Tree, inputs: Tree, rows: Tree) -> t
 
 def shrink(cfg: Config, tp: int, ranks: int) -> Config:
     """A small configuration for `Family.shrink`."""
-    queries, keys = sizes.attention_heads(cfg.num_attention_heads, cfg.num_key_value_heads, cfg.variant.kv_repeat, tp)
     layers = sizes.layers(cfg.layer_kinds)
     delta, values = sizes.split(cfg.linear_num_key_heads, tp), min(2, cfg.linear_num_value_heads // cfg.linear_num_key_heads)
     return replace(
         cfg,
         **sizes.feed_forwards(cfg, tp, ranks),
-        num_attention_heads=queries,
-        num_key_value_heads=keys,
-        head_dim=sizes.HEAD,
-        rotary=sizes.rotary(cfg.rotary, cfg.head_dim),
+        **sizes.heads(cfg, tp),
         layer_types=cfg.layer_types[:layers],
         dense_layers=tuple(i for i in cfg.dense_layers if i < layers),
         linear_num_key_heads=delta,

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from ..graphs.errors import ConfigError
-from . import attention, decoder, qwen3
-from . import shrink as sizes
+from . import attention, qwen3
 from .config import Fields
 from .config_fields import refuse_unknown
-from .family import Family
-from .rotary import read_rotary
+from .rotary import rotary_fields
 
 LLAMA, MISTRAL, MIXTRAL, QWEN2 = "llama", "mistral", "mixtral", "qwen2"
 
@@ -40,17 +39,15 @@ def read_config(values: Mapping[str, Any], where: str = "config.json") -> qwen3.
         ConfigError: naming the field.
     """
     fields = Fields(values, where)
-    for name, legal in _LEGAL.items():
-        fields.only(name, *legal)
+    fields.only_legal(_LEGAL)
     fields.kinds("layer_types", "full_attention")
     kind = fields.get(str, "model_type")
     read: dict[str, Any] = {name: fields.get(int, name, minimum=1) for name in _SIZES}
     heads = read["num_attention_heads"]
     width = fields.get(int, "head_dim", default=read["hidden_size"] // heads, minimum=1)
-    rotary = read_rotary(fields, width, base=_THETA.get(kind))
-    read["max_position_embeddings"] = longest = rotary.longest(read["max_position_embeddings"])
+    read |= rotary_fields(fields, width, read, base=_THETA.get(kind))
     if kind != QWEN2:
-        _refuse_window(values, where, kind, longest)
+        _refuse_window(values, where, kind, read["max_position_embeddings"])
     experts = fields.get(int, "num_local_experts", "num_experts", minimum=1) if kind == MIXTRAL else 0
     if experts:
         read |= {"moe_intermediate_size": read.pop("intermediate_size")}
@@ -59,7 +56,6 @@ def read_config(values: Mapping[str, Any], where: str = "config.json") -> qwen3.
         num_key_value_heads=fields.get(int, "num_key_value_heads", default=heads, minimum=1),
         head_dim=width,
         layer_kinds=(qwen3.MOE if experts else qwen3.DENSE,) * fields.num_layers(),
-        rotary=rotary,
         rms_norm_eps=fields.get(float, "rms_norm_eps", minimum=0),
         tie_word_embeddings=fields.get(bool, "tie_word_embeddings", default=False),
         head_norms=attention.NONE,
@@ -78,14 +74,4 @@ def _refuse_window(values: Mapping[str, Any], where: str, kind: str, longest: in
         raise ConfigError(f"{where}: sliding_window is {window!r}{absent}; supported is null, or at least the context of {longest}")
 
 
-FAMILY = Family(
-    name=LLAMA,
-    model_types=(LLAMA, MISTRAL, MIXTRAL, QWEN2),
-    read_config=read_config,
-    abstract_params=qwen3.abstract_params,
-    abstract_state=qwen3.abstract_state,
-    forward=qwen3.forward,
-    head=decoder.head,
-    shrink=qwen3.shrink,
-    widths=sizes.WIDTHS,
-)
+FAMILY = replace(qwen3.FAMILY, name=LLAMA, model_types=(LLAMA, MISTRAL, MIXTRAL, QWEN2), read_config=read_config)

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from ..graphs.errors import ConfigError
-from . import attention, decoder, qwen3
+from . import attention, qwen3
 from . import shrink as sizes
 from .config import Fields
 from .config_fields import refuse_unknown
-from .family import Family
-from .rotary import read_rotary
+from .rotary import rotary_fields
 from .routing import SIGMOID
 
 NAME = "minimax"
@@ -56,18 +56,15 @@ def read_config(values: Mapping[str, Any], where: str = "config.json") -> qwen3.
         ConfigError: naming the field.
     """
     fields = Fields(values, where)
-    for name, legal in _LEGAL.items():
-        fields.only(name, *legal)
+    fields.only_legal(_LEGAL)
     read: dict[str, Any] = {name: fields.get(int, name, minimum=1) for name in _SIZES}
     layers, kinds = fields.num_layers(), values.get("attn_type_list")
     if kinds is not None and kinds != [FULL] * layers:
         raise ConfigError(f"{where}: attn_type_list is {kinds!r}; supported is {layers} times {FULL}")
     width = read["head_dim"]
-    rotary = read_rotary(fields, width, partial=fields.get(int, "rotary_dim", default=width, minimum=2) / width, base=5e6)
-    read["max_position_embeddings"] = rotary.longest(read["max_position_embeddings"])
+    read |= rotary_fields(fields, width, read, partial=fields.get(int, "rotary_dim", default=width, minimum=2) / width, base=5e6)
     config = qwen3.Config(
         layer_kinds=(qwen3.MOE,) * layers,
-        rotary=rotary,
         rms_norm_eps=fields.get(float, "rms_norm_eps", minimum=0),
         tie_word_embeddings=fields.get(bool, "tie_word_embeddings", default=False),
         num_experts=fields.get(int, "num_local_experts", "num_experts", minimum=1),
@@ -80,14 +77,4 @@ def read_config(values: Mapping[str, Any], where: str = "config.json") -> qwen3.
     return config
 
 
-FAMILY = Family(
-    name=NAME,
-    model_types=("minimax_m2",),
-    read_config=read_config,
-    abstract_params=qwen3.abstract_params,
-    abstract_state=qwen3.abstract_state,
-    forward=qwen3.forward,
-    head=decoder.head,
-    shrink=qwen3.shrink,
-    widths={**sizes.WIDTHS, "rotary_dim": 16},
-)
+FAMILY = replace(qwen3.FAMILY, name=NAME, model_types=("minimax_m2",), read_config=read_config, widths={**sizes.WIDTHS, "rotary_dim": 16})

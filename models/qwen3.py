@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from ..graphs.errors import ConfigError
 from ..graphs.types import Limits, Tree
 from . import attention, decoder, feed_forward
 from . import shrink as sizes
@@ -16,9 +15,8 @@ from .batch import Batch
 from .config import Fields
 from .config_fields import refuse_unknown
 from .family import Family, Intermediates
-from .rotary import Rotary, read_rotary
+from .rotary import rotary_fields
 from .routing import SOFTMAX, Routing
-from .variant import PLAIN, Variant
 
 NAME = "qwen3"
 DENSE, MOE = "dense", "moe"
@@ -41,39 +39,23 @@ _SOMETIMES = frozenset({*_MOE_SIZES, "intermediate_size", "norm_topk_prob", "dec
 _WINDOWS = frozenset({"sliding_window", "max_window_layers"})
 
 
-@dataclass(frozen=True)
-class Config(attention.PlainHeads):
-    """Sizes of a Qwen3 model; field names follow its config.json.
-
-    With num_experts == 0 the model is dense. `variant` is not in the file: it is how a deployment stores parameters and state.
+@dataclass(frozen=True, kw_only=True)
+class Config(decoder.Config):
+    """Sizes of a Qwen3 model.
 
     Attributes:
         layer_kinds: the feed-forward of each layer, "dense" or "moe".
-        norm_topk_prob: whether the weights of a token's experts are made to sum to 1.
         head_norms: of queries and keys, as `attention.params` takes it (llama.py has none, minimax.py one of all heads).
         biased: whether the projections of queries, keys and values add biases (llama.py).
         routing_kind: of the router (minimax.py).
     """
 
-    vocab_size: int
-    hidden_size: int
-    num_attention_heads: int
     num_key_value_heads: int
     head_dim: int
     layer_kinds: tuple[str, ...]
-    rotary: Rotary
-    rms_norm_eps: float
-    max_position_embeddings: int
-    tie_word_embeddings: bool
-    intermediate_size: int = 0
-    num_experts: int = 0
-    num_experts_per_tok: int = 0
-    moe_intermediate_size: int = 0
-    norm_topk_prob: bool = True
     head_norms: str = attention.EACH
     biased: bool = False
     routing_kind: str = SOFTMAX
-    variant: Variant = PLAIN
 
     @property
     def num_moe_layers(self) -> int:
@@ -89,8 +71,8 @@ class Config(attention.PlainHeads):
         """No layer has a shared expert."""
         return 0
 
-    def __post_init__(self) -> None:
-        checks = [
+    def checks(self) -> list[tuple[bool | int, str]]:
+        return [
             *attention.uneven(self),
             (self.head_dim % 2, "head_dim must be even"),
             (self.num_experts_per_tok > self.num_experts, "num_experts_per_tok must not exceed num_experts"),
@@ -101,9 +83,6 @@ class Config(attention.PlainHeads):
             ),
             (DENSE in self.layer_kinds and not self.intermediate_size, "layers without experts need an intermediate_size"),
         ]
-        for broken, rule in checks:
-            if broken:
-                raise ConfigError(f"{rule}; the configuration is {self}")
 
 
 def read_config(values: Mapping[str, Any], where: str = "config.json") -> Config:
@@ -113,18 +92,15 @@ def read_config(values: Mapping[str, Any], where: str = "config.json") -> Config
         ConfigError: naming the field.
     """
     fields = Fields(values, where)
-    for name, legal in _LEGAL.items():
-        fields.only(name, *legal)
+    fields.only_legal(_LEGAL)
     fields.kinds("layer_types", "full_attention")
     experts = fields.get(int, "num_experts", "num_local_experts", default=0, minimum=0)
     dense = fields.dense_layers() if experts else tuple(range(fields.num_layers()))
     required = (*_SIZES, *(_MOE_SIZES if experts else ()), *(("intermediate_size",) if dense else ()))
     read: dict[str, Any] = {name: fields.get(int, name, minimum=1) for name in required}
-    rotary = read_rotary(fields, read["head_dim"])
-    read["max_position_embeddings"] = rotary.longest(read["max_position_embeddings"])
+    read |= rotary_fields(fields, read["head_dim"], read)
     config = Config(
         layer_kinds=tuple(DENSE if i in dense else MOE for i in range(fields.num_layers())),
-        rotary=rotary,
         rms_norm_eps=fields.get(float, "rms_norm_eps", minimum=0),
         tie_word_embeddings=fields.get(bool, "tie_word_embeddings", default=False),
         num_experts=experts,
@@ -166,14 +142,10 @@ def forward(cfg: Config, params: Tree, state: Tree, inputs: Tree) -> tuple[torch
 
 def shrink(cfg: Config, tp: int, ranks: int) -> Config:
     """A small configuration for `Family.shrink`."""
-    queries, keys = sizes.attention_heads(cfg.num_attention_heads, cfg.num_key_value_heads, cfg.variant.kv_repeat, tp)
     return replace(
         cfg,
         **sizes.feed_forwards(cfg, tp, ranks),
-        num_attention_heads=queries,
-        num_key_value_heads=keys,
-        head_dim=sizes.HEAD,
-        rotary=sizes.rotary(cfg.rotary, cfg.head_dim),
+        **sizes.heads(cfg, tp),
         layer_kinds=cfg.layer_kinds[: sizes.layers(cfg.layer_kinds)],
     )
 

@@ -12,14 +12,9 @@ from .family import Family
 
 NAME = "qwen3_5"
 
-# Fields of config.json of which only these values are implemented. The gate of attention is always a sigmoid; `output_gate_type` is of
-# the gate of DeltaNet's norm, as vLLM and SGLang read it (transformers 5.23 does not, and computes a swish).
-_LEGAL: dict[str, tuple[bool | str | int, ...]] = {
-    "hidden_act": ("silu",),
-    "attention_bias": (False,),
-    "use_qk_norm": (True,),
-    "attn_output_gate": (True,),
-    "output_gate_type": ("swish", "silu"),
+# Fields of config.json of which only these values are implemented.
+_LEGAL = {
+    **hybrid.LEGAL,
     "mtp_use_dedicated_embeddings": (False,),
     "norm_topk_prob": (True,),
     "decoder_sparse_step": (1,),
@@ -38,8 +33,7 @@ def read_config(values: Mapping[str, Any], where: str = "config.json") -> hybrid
     """
     outer = Fields(values, where)
     text = outer.sub("text_config") if outer.has("text_config") else outer
-    for name, legal in _LEGAL.items():
-        text.only(name, *legal)
+    text.only_legal(_LEGAL)
     return hybrid.read_config(outer, text, mtp_num_hidden_layers=text.get(int, DRAFT_HEAD.declared_by[0], default=0, minimum=0))
 
 

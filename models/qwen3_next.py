@@ -6,20 +6,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from . import decoder, hybrid
+from . import hybrid, qwen3_5
 from .config import Fields
-from .family import Family
 
 NAME = "qwen3_next"
-
-# Fields of config.json of which only these values are implemented.
-_LEGAL: dict[str, tuple[bool | str, ...]] = {
-    "hidden_act": ("silu",),
-    "attention_bias": (False,),
-    "use_qk_norm": (True,),
-    "attn_output_gate": (True,),
-    "output_gate_type": ("swish", "silu"),
-}
 
 DRAFT_HEAD = replace(hybrid.DRAFT_HEAD, declared_by=("num_nextn_predict_layers",))
 
@@ -34,8 +24,7 @@ def read_config(values: Mapping[str, Any], where: str = "config.json") -> hybrid
         ConfigError: naming the field.
     """
     fields = Fields(values, where)
-    for name, legal in _LEGAL.items():
-        fields.only(name, *legal)
+    fields.only_legal(hybrid.LEGAL)
     return hybrid.read_config(
         fields,
         fields,
@@ -46,15 +35,4 @@ def read_config(values: Mapping[str, Any], where: str = "config.json") -> hybrid
     )
 
 
-FAMILY = Family(
-    name=NAME,
-    model_types=("qwen3_next",),
-    read_config=read_config,
-    abstract_params=hybrid.abstract_params,
-    abstract_state=hybrid.abstract_state,
-    forward=hybrid.forward,
-    head=decoder.head,
-    shrink=hybrid.shrink,
-    widths=hybrid.WIDTHS,
-    draft_head=DRAFT_HEAD,
-)
+FAMILY = replace(qwen3_5.FAMILY, name=NAME, model_types=(NAME,), read_config=read_config, draft_head=DRAFT_HEAD, tower=None)

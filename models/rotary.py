@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -88,6 +90,12 @@ class Rotary:
     def longest(self, stated: int) -> int:
         """Most tokens of a context whose configuration states `max_position_embeddings`, which people leave when they add a scaling."""
         return max(stated, self.positions)
+
+
+def rotary_fields(fields: Fields, width: int, read: Mapping[str, Any], **options: Any) -> dict[str, Any]:
+    """The rotation of heads of that width, and the longest context with it; options are those of `read_rotary`."""
+    rotary = read_rotary(fields, width, **options)
+    return {"rotary": rotary, "max_position_embeddings": rotary.longest(read["max_position_embeddings"])}
 
 
 def read_rotary(text: Fields, width: int, *, partial: float = 1.0, base: float | None = None) -> Rotary:

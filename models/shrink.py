@@ -70,6 +70,13 @@ def attention_heads(queries: int, keys: int, copies: int, tp: int) -> tuple[int,
     return small * (per if queries // keys % copies == 0 else max(1, per - 1)), small
 
 
+def heads(cfg: Any, tp: int) -> dict[str, Any]:
+    """Fields of a small configuration whose attention is grouped: of its heads, and of their rotation."""
+    queries, keys = attention_heads(cfg.num_attention_heads, cfg.num_key_value_heads, cfg.variant.kv_repeat, tp)
+    small = rotary(cfg.rotary, cfg.head_dim)
+    return {"num_attention_heads": queries, "num_key_value_heads": keys, "head_dim": HEAD, "rotary": small}
+
+
 def rotary(large: Rotary, head_dim: int) -> Rotary:
     """That of heads of HEAD dimensions, of which as large a share is rotated."""
     return replace(large, dim=max(2, round(HEAD * large.dim / head_dim) // 2 * 2))
