@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from support import served, tiny
-from support.toy_device import Collector
+from support.toy_device import finished
 
 from npucompile.lowering.artifact.artifact import Artifact
 from npucompile.runtime.engine import Engine
@@ -137,15 +137,6 @@ def test_a_prompt_begins_after_pages_and_a_state_that_an_earlier_one_left(checkp
         assert executor.recurrent
         cold = complete(executor, prompts, Sampling(), 8, frozenset())
         engine = Engine(executor, refresh_every_s=None, prefix_cache=PrefixCacheSettings())
-        warm = [end_of(engine, Request(str(i), tuple(prompt), 8)) for i, prompt in enumerate(prompts)]
-        engine.stepper.check()
+        (warm,) = zip(*(finished(engine, [Request(str(i), tuple(prompt), 8)]) for i, prompt in enumerate(prompts)), strict=True)
     assert [sink.tokens for sink in warm] == [list(completion.token_ids) for completion in cold]
     assert [sink.end.record.cached_tokens for sink in warm] == [0, 128]
-
-
-def end_of(engine, request):
-    sink = Collector()
-    engine.submit(request, sink)
-    while engine.step():
-        pass
-    return sink

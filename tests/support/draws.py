@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+NAN = float("nan")
+
 
 class Draw:
     """Random operands of one dtype, the same every time."""
@@ -35,3 +37,11 @@ class Draw:
 
 def ints(*values: Any) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32)
+
+
+def poison(x: torch.Tensor, *where: Any) -> torch.Tensor:
+    """A copy with NaN at each of these places."""
+    x = x.clone()
+    for index in where:
+        x[index] = NAN
+    return x

@@ -17,7 +17,6 @@ from npucompile.lowering.ascend.operators import elementwise, shapes
 from npucompile.lowering.ascend.operators.table import KERNELS
 from npucompile.lowering.ascend.toolchain.harness import Torchair
 
-NAN = float("nan")
 TOLERANCE: Mapping[torch.dtype, float] = {torch.float32: 2e-5, torch.bfloat16: 3e-2}
 # Operators that every graph has, and those that compute or move single elements.
 PLAIN = {"Const", "Data", "NetOutput"} | {kind for each in (*elementwise.OPERATORS, *shapes.OPERATORS) for kind in each.ge}
@@ -35,13 +34,6 @@ class Example:
     args: tuple[Any, ...]
     live: Callable[[Results], Results] = everything
     tolerance: Mapping[torch.dtype, float] | None = None
-
-
-def poison(x: torch.Tensor, *where: Any) -> torch.Tensor:
-    x = x.clone()
-    for index in where:
-        x[index] = NAN
-    return x
 
 
 def flat(results: Any) -> Results:

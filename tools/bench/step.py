@@ -23,6 +23,7 @@ from ...lowering.backends.inductor.huge_pages import settle
 from ...lowering.executable import Executable, check_operands
 from ...runtime.steps.pack import pack
 from ...runtime.steps.rows import DecodeRow, PrefillRow
+from ..agreement.executables import load_params
 from ..progress import Progress
 from .machine import MEMORY_BUFFER_BYTES, ReadLoop, cache_bytes, reader
 from .report import Column, ReportTable, Value
@@ -192,7 +193,7 @@ def decode(
         memory_buffer_bytes: size of a buffer larger than any cache.
     """
     cache = cache_bytes() if cache is None else cache
-    entries, params, state = _of_kind(artifact, DECODE), _params(artifact), random_state(artifact.manifest)
+    entries, params, state = _of_kind(artifact, DECODE), load_params(artifact), random_state(artifact.manifest)
     cases = [case for entry in entries for case in prepared(artifact, params, entry, decode_contexts(artifact.manifest), state)]
     weights_bytes = sum(leaf.aval.nbytes for leaf in artifact.manifest.params)
     memory = reader(memory_buffer_bytes, 0, clock, memory_buffer_bytes=memory_buffer_bytes)
@@ -251,7 +252,7 @@ def decode_row(case: StepCase, beside: ReadLoop, seconds: Mapping[str, Sequence[
 
 def prefill(artifact: Artifact, repetitions: int, progress: Progress, clock: Clock = time.perf_counter) -> ReportTable:
     """Tokens per second of all prefill buckets, on the first chunk of a prompt."""
-    params, state = _params(artifact), random_state(artifact.manifest)
+    params, state = load_params(artifact), random_state(artifact.manifest)
     cases = [case for entry in _of_kind(artifact, PREFILL) for case in prepared(artifact, params, entry, (0,), state)]
     warm(cases)
     rows = []
@@ -303,8 +304,3 @@ def _of_kind(artifact: Artifact, kind: StepKind) -> list[GraphEntry]:
     if not entries:
         raise SpecError(f"{artifact.path} has no {kind.name} bucket; it has {', '.join(e.bucket.name for e in artifact.manifest.graphs)}")
     return entries
-
-
-def _params(artifact: Artifact) -> list[torch.Tensor]:
-    weights = artifact.load_weights()
-    return [weights[leaf.name] for leaf in artifact.manifest.params]

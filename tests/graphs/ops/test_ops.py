@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import permutations
 from typing import Any
 
 import pytest
 import torch
-from support.draws import Draw, ints
+from support.draws import Draw, ints, poison
 from torch.distributed.tensor import Placement
 
 from npucompile.graphs import ops
@@ -670,15 +671,7 @@ def test_sharded_by_two_letters_at_once_is_the_whole(name: str) -> None:
 
 # --- poison: the contents of padding, null pages and unused slots reach no live row ---
 
-NAN = float("nan")
 Live = Callable[[list[torch.Tensor]], list[torch.Tensor]]
-
-
-def poison(x: torch.Tensor, *where: Any) -> torch.Tensor:
-    x = x.clone()
-    for index in where:
-        x[index] = NAN
-    return x
 
 
 def poisoned_conv(r: Draw, Q: int, write: torch.Tensor, query_lens: tuple[int, ...]) -> tuple[Any, Any, Live]:
@@ -845,13 +838,22 @@ def unnamed_adjustments(r: Draw) -> tuple[Any, Any, Live]:
     return clean, (logits, poison(adjustments, 2), *others), lambda t: t
 
 
+# Primitives whose rows are independent, of whose first operand alone the last is poisoned; and those without padding that can be.
+BY_ROWS = (
+    *("attention_heads", "behind", "delta_heads", "delta_split", "gelu", "l2_norm", "linear", "head_linear", "layer_norm"),
+    *("mask_logits", "moe_route", "moe_route_grouped", "weight_quant_linear", "quant_linear", "quant_linear_biased"),
+    *("quant_linear_w4a8", "rms_norm", "rope", "sample", "static_quant_linear", "swiglu", "swiglu_linear", "token_logprobs"),
+)
+UNPOISONED = (
+    *("accept", "slot_mapping", "embed", "static_quant_paged_attention", "packed_latent_write", "quant_paged_write", "paged_write"),
+    *("picture_places", "positions", "rope_angles", "scaled_rope_angles", "request_slot_write"),
+)
+
 POISONS: dict[str, list[Callable[[Draw], tuple[Any, Any, Live]]]] = {
-    "accept": [],
+    **{name: [partial(rows, name=name, label=next(iter(EXAMPLES[name])), operands=(0,))] for name in BY_ROWS},
+    **{name: [] for name in UNPOISONED},
     "add_rms_norm": [lambda r: rows(r, "add_rms_norm", "odd", (0, 1))],
     "adjust_logits": [lambda r: rows(r, "adjust_logits", "odd", (0,)), unnamed_adjustments],
-    "attention_heads": [lambda r: rows(r, "attention_heads", "odd", (0,))],
-    "slot_mapping": [],
-    "behind": [lambda r: rows(r, "behind", "odd", (0,))],
     "cache_write": [poisoned_cache],
     "causal_conv": [
         lambda r: poisoned_conv(r, 2, ints([3, 4], [5, 6], [0, 0]), (2, 2, 0)),
@@ -864,25 +866,17 @@ POISONS: dict[str, list[Callable[[Draw], tuple[Any, Any, Live]]]] = {
         lambda r: poisoned_chunks(r, 8, ints([3], [5], [0]), (3, 8, 0)),
     ],
     "delta_gates": [lambda r: rows(r, "delta_gates", "odd", (0, 1))],
-    "delta_heads": [lambda r: rows(r, "delta_heads", "odd", (0,))],
-    "delta_split": [lambda r: rows(r, "delta_split", "odd", (0,))],
-    "embed": [],
     "gated_delta": [
         lambda r: poisoned_delta(r, 2, ints([3, 4], [5, 6], [0, 0]), (2, 2, 0)),
         lambda r: poisoned_delta(r, 1, ints([3], [5], [0]), (1, 1, 0)),
     ],
     "gated_rms_norm": [lambda r: rows(r, "gated_rms_norm", "odd", (0, 1))],
-    "gelu": [lambda r: rows(r, "gelu", "exact", (0,))],
     "grouped_experts": [lambda r: poisoned_after_groups(r, "grouped_experts")],
     "fused_experts_w4a8": [lambda r: rows(r, "fused_experts_w4a8", "alone", (0, 2))],
     "grouped_experts_w4a16": [lambda r: poisoned_after_groups(r, "grouped_experts_w4a16")],
     "grouped_experts_w4a8": [lambda r: poisoned_after_groups(r, "grouped_experts_w4a8")],
     "grouped_experts_w8a8": [lambda r: poisoned_after_groups(r, "grouped_experts_w8a8")],
-    "l2_norm": [lambda r: rows(r, "l2_norm", "odd", (0,))],
     "last_rows": [poisoned_last_rows],
-    "linear": [lambda r: rows(r, "linear", "odd", (0,))],
-    "head_linear": [lambda r: rows(r, "head_linear", "odd", (0,))],
-    "layer_norm": [lambda r: rows(r, "layer_norm", "odd", (0,))],
     "mla_attention": [poisoned_latents],
     "moe_combine": [poisoned_combine],
     "moe_dispatch": [lambda r: poisoned_last_sorted(r, "moe_dispatch", "float", 4)],
@@ -890,9 +884,6 @@ POISONS: dict[str, list[Callable[[Draw], tuple[Any, Any, Live]]]] = {
         lambda r: rows(r, "moe_experts", "every expert", (0, 1)),
         poisoned_few_choices,
     ],
-    "mask_logits": [lambda r: rows(r, "mask_logits", "odd", (0,))],
-    "moe_route": [lambda r: rows(r, "moe_route", "odd", (0,))],
-    "moe_route_grouped": [lambda r: rows(r, "moe_route_grouped", "groups", (0,))],
     "moe_sort": [
         lambda r: poisoned_last_sorted(r, "moe_sort", "all here", 4),
         lambda r: poisoned_last_sorted(r, "moe_sort", "elsewhere", 2),
@@ -902,32 +893,12 @@ POISONS: dict[str, list[Callable[[Draw], tuple[Any, Any, Live]]]] = {
     "quant_cache_write": [lambda r: poisoned_rounding(r, False)],
     "quant_paged_attention": [poisoned_scales],
     "static_cache_write": [lambda r: poisoned_rounding(r, True)],
-    "static_quant_paged_attention": [],
-    "weight_quant_linear": [lambda r: rows(r, "weight_quant_linear", "channels", (0,))],
-    "packed_latent_write": [],
-    "quant_paged_write": [],
     "quant_sparse_attention": [poisoned_packed],
     "quant_sparse_index": [poisoned_keys],
     "paged_attention": [poisoned_attention],
-    "paged_write": [],
-    "picture_places": [],
-    "positions": [],
-    "quant_linear": [lambda r: rows(r, "quant_linear", "odd", (0,))],
-    "quant_linear_biased": [lambda r: rows(r, "quant_linear_biased", "odd", (0,))],
-    "quant_linear_w4a8": [lambda r: rows(r, "quant_linear_w4a8", "channels", (0,))],
-    "rms_norm": [lambda r: rows(r, "rms_norm", "rows", (0,))],
-    "rope": [lambda r: rows(r, "rope", "partial", (0,))],
-    "rope_angles": [],
-    "scaled_rope_angles": [],
-    "sample": [lambda r: rows(r, "sample", "even", (0,))],
     "segment_attention": [poisoned_segments],
     "sparse_attention": [lambda r: poisoned_choice(r, "sparse_attention")],
     "sparse_index": [lambda r: poisoned_choice(r, "sparse_index")],
-    "request_slot_write": [],
-    "static_quant_linear": [lambda r: rows(r, "static_quant_linear", "odd", (0,))],
-    "swiglu": [lambda r: rows(r, "swiglu", "odd", (0,))],
-    "swiglu_linear": [lambda r: rows(r, "swiglu_linear", "odd", (0,))],
-    "token_logprobs": [lambda r: rows(r, "token_logprobs", "odd", (0,))],
 }
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 from support import npu_lowerings as lowerings
-from support.draws import Draw, ints
-from support.npu_lowerings import NAN, TOLERANCE, Example, close, converted, executed, poison, reference, special
+from support.draws import NAN, Draw, ints, poison
+from support.npu_lowerings import TOLERANCE, Example, close, converted, executed, reference, special
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from npucompile.graphs import ops
