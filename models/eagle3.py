@@ -299,7 +299,6 @@ def vocab_size(cfg: Config) -> int:
 
 def shrink(cfg: Config, target: ModelConfig, tp: int) -> Config:
     """A small configuration for `DraftFamily.shrink`."""
-    queries, keys = sizes.attention_heads(cfg.num_attention_heads, cfg.num_key_value_heads, cfg.variant.kv_repeat, tp)
     layers, count, same = len(target.layer_kinds), len(cfg.taps), cfg.draft_vocab_size == cfg.vocab_size
     return replace(
         cfg,
@@ -308,10 +307,7 @@ def shrink(cfg: Config, target: ModelConfig, tp: int) -> Config:
         target_hidden_size=target.hidden_size,
         hidden_size=target.hidden_size if cfg.hidden_size == cfg.target_hidden_size else sizes.HIDDEN // 2,
         intermediate_size=sizes.ffn(tp),
-        num_attention_heads=queries,
-        num_key_value_heads=keys,
-        head_dim=sizes.HEAD,
-        rotary=replace(cfg.rotary, dim=sizes.HEAD),
+        **sizes.heads(cfg, tp),
         taps=tuple(layers * (i + 1) // (count + 1) for i in range(count)),
     )
 
