@@ -48,6 +48,8 @@ def between(values: Values, sizes: Sizes, where: str = "") -> Form:
     if isinstance(first, (list, tuple)):
         if any(len(value) != len(first) for value in values):
             raise _unlike([f"{len(value)} of them" for value in values], sizes, where)
+        if all(value == first for value in values):
+            return lambda _: first
         return _tree(range(len(first)), values, sizes, where, type(first))
     if hasattr(first, "__dataclass_fields__"):
         names = [field.name for field in fields(first)]
@@ -57,8 +59,16 @@ def between(values: Values, sizes: Sizes, where: str = "") -> Form:
 
 
 def _tree(names: Any, values: Values, sizes: Sizes, where: str, make: Callable[[Sequence[Any]], Any]) -> Form:
-    parts = [between(same, sizes, f"{where}.{name}".lstrip(".")) for name, *same in zip(names, *values, strict=True)]
-    return lambda size: make([part(size) for part in parts])
+    # What is one object in each is one in what follows.
+    order = [tuple(map(id, same)) for same in zip(*values, strict=True)]
+    distinct = dict(zip(order, zip(names, *values, strict=True), strict=True))
+    parts = {key: between(same, sizes, f"{where}.{name}".lstrip(".")) for key, (name, *same) in distinct.items()}
+
+    def tree(size: int) -> Any:
+        made = {key: part(size) for key, part in parts.items()}
+        return make([made[key] for key in order])
+
+    return tree
 
 
 def _leaf(values: Values, sizes: Sizes, where: str) -> Form:

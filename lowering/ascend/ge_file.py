@@ -197,7 +197,7 @@ def patched(ge_file: GeFile, rank: int, groups: Mapping[str, str]) -> GeFile:
                 op.attr[attribute].i = rank
             else:
                 op.attr[attribute].s = _communicator(op.attr[attribute].s.decode(), f"{name}.{attribute}", groups).encode()
-    return replace(ge_file, graph=model.SerializeToString(deterministic=True), patches=())
+    return replace(ge_file, graph=serialised(model), patches=())
 
 
 def on_one_stream(ge_file: GeFile) -> GeFile:
@@ -212,16 +212,21 @@ def on_one_stream(ge_file: GeFile) -> GeFile:
     for op in model.graph[0].op:
         for tensor in [f"{fetch.name}:-1" for fetch in fetches] if op.type == "NetOutput" else ():
             op.input.remove(tensor)
-    return replace(ge_file, graph=model.SerializeToString(deterministic=True))
+    return replace(ge_file, graph=serialised(model))
 
 
-def canonical(graph: bytes) -> bytes:
-    """A `ModelDef` with its maps sorted: protobuf writes maps in an order that changes from run to run.
+class Canonical(bytes):
+    """A `ModelDef` that was written here with its maps sorted: protobuf writes maps in an order that changes from run to run."""
 
-    Raises:
-        LoweringError: the bytes are not a `ModelDef`.
-    """
-    return bytes(parse(graph).SerializeToString(deterministic=True))
+
+def serialised(model: Any) -> Canonical:
+    """The bytes of a `ModelDef` message."""
+    return Canonical(model.SerializeToString(deterministic=True))
+
+
+def canonical(graph: bytes) -> Canonical:
+    """A `ModelDef` with its maps sorted; raises `LoweringError` where the bytes are none."""
+    return graph if isinstance(graph, Canonical) else serialised(parse(graph))
 
 
 def parse(graph: bytes) -> Any:

@@ -6,60 +6,64 @@ worked out once for each kind of operator, which is its message without its name
 
 from __future__ import annotations
 
+import copy
 import functools
-from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, TypeVar
 
-from .ge_file import messages, parse
+from .ge_file import Canonical, messages, parse, serialised
 
 T = TypeVar("T")
+
+
+class Vertex(NamedTuple):
+    """What an operator has that others of its kind have not; graphs that differ in sizes alone have the same.
+
+    Attributes:
+        input: names of the tensors that it reads; "" where an optional input is absent.
+        producers: names of the operators that give these tensors, without absent ones.
+        results: names of the tensors that it gives.
+    """
+
+    name: str
+    type: str
+    input: tuple[str, ...]
+    producers: tuple[str, ...]
+    results: tuple[str, ...]
 
 
 class Operator:
     """An `OpDef` message that nobody changes.
 
     Attributes:
-        message: the message; `attr`, `input_desc` and `output_desc` are its own.
-        name, type: of the message.
-        input: names of the tensors that it reads; "" where an optional input is absent.
-        producers: names of the operators that give these tensors, without absent ones.
+        vertex: its place in the graph, whose fields are the operator's as well.
+        message: of its kind, without names; `attr`, `input_desc` and `output_desc` are its own.
         kind: equal for operators of one graph that differ in their name and the names of their inputs alone.
     """
 
-    __slots__ = ("input", "kind", "message", "name", "producers", "type")
+    __slots__ = ("attr", "input", "input_desc", "kind", "message", "name", "output_desc", "producers", "results", "type", "vertex")
 
-    def __init__(self, message: Any, kind: int, strings: dict[str, str]) -> None:
-        # A tensor is named by all its readers; each name is held once.
-        self.message, self.kind = message, kind
-        self.name: str = strings.setdefault(name := message.name, name)
-        self.type: str = strings.setdefault(kind_of := message.type, kind_of)
-        self.input: tuple[str, ...] = tuple([strings.setdefault(tensor, tensor) for tensor in message.input])
-        names = [tensor.rpartition(":")[0] for tensor in self.input if tensor]
-        self.producers = tuple([strings.setdefault(name, name) for name in names])
-
-    @property
-    def attr(self) -> Any:
-        return self.message.attr
-
-    @property
-    def input_desc(self) -> Any:
-        return self.message.input_desc
-
-    @property
-    def output_desc(self) -> Any:
-        return self.message.output_desc
+    def __init__(self, vertex: Vertex, message: Any, kind: int) -> None:
+        self.vertex, self.message, self.kind = vertex, message, kind
+        self.name, self.type, self.input, self.producers, self.results = vertex
+        self.attr, self.input_desc, self.output_desc = message.attr, message.input_desc, message.output_desc
 
 
-@functools.lru_cache(maxsize=1)
-def graphs(model: bytes) -> tuple[tuple[str, tuple[Operator, ...]], ...]:
+Graphs = tuple[tuple[str, tuple[Operator, ...]], ...]
+last: dict[bytes, Graphs] = {}
+"""The graphs of the last model, for its next reader."""
+
+
+def graphs(model: bytes) -> Graphs:
     """Name and operators of each graph in a serialised `ModelDef`: the main graph, then those that it calls.
-
-    Those of the last model are kept for the next reader, until `graphs.cache_clear()`.
 
     Raises:
         LoweringError: the bytes are no GE model.
     """
-    return tuple((graph.name, operators(graph.op)) for graph in parse(model).graph)
+    if model not in last:
+        last.clear()
+        last[model] = tuple((graph.name, _operators(graph.op)) for graph in parse(model).graph)
+    return last[model]
 
 
 def read(model: bytes) -> tuple[Operator, ...]:
@@ -69,16 +73,59 @@ def read(model: bytes) -> tuple[Operator, ...]:
 
 def operators(ops: Iterable[Any]) -> tuple[Operator, ...]:
     """`OpDef` messages of one graph, in order."""
-    kinds, strings = dict[bytes, int](), dict[str, str]()
-    empty, read_ops = messages().OpDef, []
+    return _operators(map(copy.copy, ops))
+
+
+def _operators(ops: Iterable[Any]) -> tuple[Operator, ...]:
+    """Messages that nobody else reads: what is left of the first of a kind is the kind's."""
+    kinds, givers, read_ops = dict[bytes, tuple[Any, int]](), dict[str, tuple[str, str]](), []
     for message in ops:
-        # A new message each time: one that is used again keeps the memory of all that was copied into it.
-        anonymous = empty()
-        anonymous.CopyFrom(message)
-        anonymous.ClearField("name")
-        anonymous.ClearField("input")
-        read_ops.append(Operator(message, kinds.setdefault(anonymous.SerializeToString(deterministic=True), len(kinds)), strings))
+        name, op_type = message.name, message.type
+        # A tensor is named by all its readers; each name is held once.
+        given = [givers.get(tensor) or (tensor, tensor.rpartition(":")[0]) for tensor in message.input]
+        message.ClearField("name")
+        message.ClearField("input")
+        kind = kinds.setdefault(message.SerializeToString(deterministic=True), (message, len(kinds)))
+        results = tuple([f"{name}:{port}" for port in range(len(kind[0].output_desc))])
+        givers.update([(tensor, (tensor, name)) for tensor in results])
+        inputs, producers = tuple([tensor for tensor, _ in given]), tuple([giver for tensor, giver in given if tensor])
+        read_ops.append(Operator(Vertex(name, op_type, inputs, producers, results), *kind))
     return tuple(read_ops)
+
+
+def opened(model: bytes) -> tuple[Any, list[tuple[tuple[Vertex, ...], list[Any]]]]:
+    """A `ModelDef` without operators, and the vertices of each graph with the messages of their kinds, one for all of a kind."""
+    rest = parse(model)
+    for graph in rest.graph:
+        graph.ClearField("op")
+    return rest, [(tuple(op.vertex for op in ops), [op.message for op in ops]) for _, ops in graphs(model)]
+
+
+def closed(rest: Any, parts: Sequence[tuple[tuple[Vertex, ...], Sequence[Any]]]) -> Canonical:
+    """The inverse of `opened`, after which `graphs` has the operators that were written."""
+    model, written = copy.deepcopy(rest), []
+    for graph, (vertices, kinds) in zip(model.graph, parts, strict=True):
+        known, ops = dict[int, tuple[int, bytes]](), list[Operator]()
+        for vertex, names, message in zip(vertices, _names(vertices), kinds, strict=True):
+            number, described = known.get(id(message)) or known.setdefault(id(message), (len(known), message.SerializeToString()))
+            graph.op.add().MergeFromString(names + described)
+            ops.append(Operator(vertex, message, number))
+        written.append((graph.name, tuple(ops)))
+    last.clear()
+    last[data := serialised(model)] = tuple(written)
+    return data
+
+
+@functools.lru_cache(maxsize=2)
+def _names(vertices: tuple[Vertex, ...]) -> list[bytes]:
+    """The part of each message that is not its kind's."""
+    return [messages().OpDef(name=vertex.name, input=vertex.input).SerializeToString() for vertex in vertices]
+
+
+def by_structure(function: Callable[..., T]) -> Callable[..., T]:
+    """A function of operators that reads their vertices alone, and of what can be hashed: called once for graphs that have the same."""
+    known = functools.lru_cache(maxsize=2)(function)
+    return lambda ops, *others: known(tuple([op.vertex for op in ops]), *others)
 
 
 def by_kind(describe: Callable[[Any], T]) -> Callable[[Any], T]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from ...graphs.errors import LoweringError
 from .ge_file import GeFile, messages
-from .ge_operators import Operator, by_kind, operators, read
+from .ge_operators import Operator, by_kind, read
 from .nz_weights import weight_operands
 from .operators.table import BY_TYPE
 from .operators.tensor_type import BITS, DTYPES, ND, NZ, TensorType
@@ -20,6 +20,7 @@ from .operators.type_rules import UnknownTypeError
 # Letters of `struct` for constants that sizes, axes and bounds are given in.
 _CODES = {"i8": "b", "u8": "B", "i16": "h", "i32": "i", "i64": "q", "u64": "Q", "f32": "f", "f64": "d"}
 _FORMATS = {"FRACTAL_NZ": NZ, "ND": ND}
+_type = functools.cache(TensorType)
 
 
 def tensor_types(ge_file: GeFile) -> dict[str, TensorType]:
@@ -31,25 +32,14 @@ def tensor_types(ge_file: GeFile) -> dict[str, TensorType]:
     wanted = set(weight_operands(ge_file))
     ops, operands = read(ge_file.graph), ge_file.data
     nz = {f"{op.name}:0" for op in ops if op.type == "Data" and operands[op.attr["index"].i] in wanted}
-    return _types(ops, nz)
+    return graph_types(ops, nz)
 
 
-def graph_types(graph: Any, nz: AbstractSet[str] = frozenset()) -> dict[str, TensorType]:
-    """Type of each tensor of a `GraphDef`.
+def graph_types(ops: Sequence[Operator], nz: AbstractSet[str] = frozenset()) -> dict[str, TensorType]:
+    """`tensor_types` of the operators of a graph of which the tensors in `nz` are stored in NZ.
 
     An output that nobody reads, that the graph does not declare and that has no rule (`NpuOperator.types`) is left out.
-
-    Args:
-        graph: a `GraphDef` message, its operators in topological order.
-        nz: tensors of `Data` operators that are stored in NZ.
-
-    Raises:
-        LoweringError: see `tensor_types`.
     """
-    return _types(operators(graph.op), nz)
-
-
-def _types(ops: Sequence[Operator], nz: AbstractSet[str]) -> dict[str, TensorType]:
     types: dict[str, TensorType] = {}
     wanted = {tensor for op in ops for tensor in op.input}
     known, constant, declared = _Graph(types), by_kind(_constant_type), by_kind(_declared)
@@ -77,7 +67,7 @@ def _add(op: Any, declared: Sequence[TensorType | None], types: dict[str, Tensor
     keeps = operator is not None and operator.keeps_format
     inferred: list[TensorType] | None = None
     for port, told in enumerate(declared):
-        tensor = f"{op.name}:{port}"
+        tensor = op.results[port]
         if told is not None:
             types[tensor] = _with_format(told, op, types) if keeps else told
             continue
@@ -96,7 +86,7 @@ def _inferred(op: Any, known: _Graph, needed: bool) -> list[TensorType]:
             raise LoweringError(_untold(op, 0))
         return []
     try:
-        return [TensorType(dtype, shape) for dtype, shape in operator.types(op, known)]
+        return [_type(dtype, shape) for dtype, shape in operator.types(op, known)]
     except UnknownTypeError as error:
         raise LoweringError(f"the type of {op.name} ({op.type}) cannot be told: {error}") from None
 
@@ -110,21 +100,22 @@ def _untold(op: Any, port: int) -> str:
 def _with_format(told: TensorType, op: Any, types: Mapping[str, TensorType]) -> TensorType:
     if "dst_format" in op.attr:
         name = op.attr["dst_format"].s.decode()
-        return TensorType(told.dtype, told.shape, _FORMATS.get(name, name))
-    return TensorType(told.dtype, told.shape, types[op.input[0]].format)
+        return _type(told.dtype, told.shape, _FORMATS.get(name, name))
+    layout = types[op.input[0]].format
+    return told if layout == told.format else _type(told.dtype, told.shape, layout)
 
 
 def _operand(op: Any, layout: str) -> TensorType:
     desc = op.output_desc[0]
     if "_meta" in desc.attr:
         told = declared_type(desc.attr["_meta"].s)
-        return told if layout == ND else TensorType(told.dtype, told.shape, layout)
-    return TensorType(_message_dtype(desc.dtype, op.name), tuple(desc.shape.dim), layout)
+        return told if layout == ND else _type(told.dtype, told.shape, layout)
+    return _type(_message_dtype(desc.dtype, op.name), tuple(desc.shape.dim), layout)
 
 
 def _constant_type(op: Any) -> TensorType:
     desc = op.attr["value"].t.desc
-    return TensorType(_message_dtype(desc.dtype, op.name), tuple(desc.shape.dim))
+    return _type(_message_dtype(desc.dtype, op.name), tuple(desc.shape.dim))
 
 
 @functools.cache

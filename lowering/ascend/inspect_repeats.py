@@ -7,7 +7,7 @@ from typing import Any
 
 from ...graphs.errors import LoweringError
 from .ge_file import GeFile
-from .ge_operators import Operator, by_kind, read
+from .ge_operators import Operator, Vertex, by_kind, by_structure, read
 from .operators.table import COMMUNICATING, VIEWS
 
 # Attributes that name a place in the graph, not a computation.
@@ -23,18 +23,23 @@ def repeated(ge_file: GeFile) -> dict[str, str]:
     Raises:
         LoweringError: the graph is no GE model.
     """
+    ops, described = read(ge_file.graph), _described()
+    return _repeated(ops, tuple([-1 if op.type == "Data" else described(op) for op in ops]))
+
+
+@by_structure
+def _repeated(ops: Sequence[Vertex], described: Sequence[int]) -> dict[str, str]:
     numbers: dict[str, Hashable] = {}
     first: dict[Hashable, tuple[str, int]] = {}
     constant, repeats = set[str](), dict[str, str]()
-    described = _described()
-    for op in read(ge_file.graph):
+    for op, computed in zip(ops, described, strict=True):
         # Two calls of what exchanges data between ranks are two exchanges.
         if op.type in ("Data", "NetOutput") or op.type in COMMUNICATING:
             numbers[op.name] = op.name
             continue
         if constant.issuperset(op.producers):
             constant.add(op.name)
-        earlier, number = first.setdefault((described(op), _inputs(op, numbers)), (op.name, len(first)))
+        earlier, number = first.setdefault((computed, _inputs(op, numbers)), (op.name, len(first)))
         numbers[op.name] = number
         if earlier != op.name and op.name not in constant and op.type not in VIEWS:
             repeats[op.name] = earlier
@@ -66,7 +71,7 @@ def _described() -> Callable[[Operator], int]:
     return by_kind(number)
 
 
-def _inputs(op: Operator, numbers: dict[str, Hashable]) -> Hashable:
+def _inputs(op: Vertex, numbers: dict[str, Hashable]) -> Hashable:
     return tuple([_value(tensor, numbers) for tensor in op.input])
 
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
 from typing import Any
 
 from ...graphs.errors import LoweringError
 from .ge_file import GE_DTYPES, GeFile, messages
-from .ge_operators import Operator, by_kind, read
+from .ge_operators import by_kind, read
 from .inspect_ge import shape
 from .operators.table import BY_TYPE, VIEWS
 
@@ -31,7 +30,20 @@ def work_on_weights(ge_file: GeFile, params: int) -> dict[str, frozenset[int]]:
     Raises:
         LoweringError: the graph is no GE model.
     """
-    return _work_on_weights(read(ge_file.graph), ge_file, params)
+    sources: dict[str, frozenset[int]] = {}
+    work: dict[str, frozenset[int]] = {}
+    for op in read(ge_file.graph):
+        if op.type == "Data":
+            operand = ge_file.data[op.attr["index"].i]
+            if operand < params or operand >= ge_file.inputs:
+                sources[op.name] = frozenset({operand})
+        elif op.type == "Const":
+            sources[op.name] = frozenset()
+        elif op.producers and op.type != "NetOutput" and all(name in sources for name in op.producers):
+            sources[op.name] = frozenset[int]().union(*(sources[name] for name in op.producers))
+            if sources[op.name]:
+                work[op.name] = sources[op.name]
+    return work
 
 
 def check_folded(ge_file: GeFile, params: int) -> None:
@@ -47,12 +59,13 @@ def check_folded(ge_file: GeFile, params: int) -> None:
         LoweringError: naming the operators that are neither.
     """
     ops, nbytes = read(ge_file.graph), by_kind(_nbytes)
-    work = _work_on_weights(ops, ge_file, params)
+    work = work_on_weights(ge_file, params)
     data = {f"{op.name}:0": ge_file.data[op.attr["index"].i] for op in ops if op.type == "Data"}
     elsewhere = {data[tensor] for op in ops if op.name not in work for tensor in op.input if tensor in data}
     sizes: dict[str, int] = {}
     breaches = []
-    for op in ops:
+    # What work reads are parameters, constants and other work.
+    for op in (op for op in ops if op.name in work or op.type in ("Data", "Const")):
         sizes[f"{op.name}:0"] = max(nbytes(op), sizes.get(op.input[0], 0) if op.type in VIEWS else 0)
         large = sizes[f"{op.name}:0"] > LARGE_BYTES and work.get(op.name, frozenset()) & elsewhere
         if op.name in work and not large and not _is_cast_to_no_operand(op):
@@ -63,23 +76,6 @@ def check_folded(ge_file: GeFile, params: int) -> None:
             f"{len(breaches)} operators depend on parameters alone and run in every step: {names}; legal are casts to a dtype that no "
             f"operand can have, and values of more than {LARGE_BYTES} bytes whose parameter others read too. hoist.py folds the rest"
         )
-
-
-def _work_on_weights(ops: Sequence[Operator], ge_file: GeFile, params: int) -> dict[str, frozenset[int]]:
-    sources: dict[str, frozenset[int]] = {}
-    work: dict[str, frozenset[int]] = {}
-    for op in ops:
-        if op.type == "Data":
-            operand = ge_file.data[op.attr["index"].i]
-            if operand < params or operand >= ge_file.inputs:
-                sources[op.name] = frozenset({operand})
-        elif op.type == "Const":
-            sources[op.name] = frozenset()
-        elif op.producers and op.type != "NetOutput" and all(name in sources for name in op.producers):
-            sources[op.name] = frozenset[int]().union(*(sources[name] for name in op.producers))
-            if sources[op.name]:
-                work[op.name] = sources[op.name]
-    return work
 
 
 def _is_cast_to_no_operand(op: Any) -> bool:

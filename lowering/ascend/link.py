@@ -18,7 +18,7 @@ from ..platform import CPU, Platform
 from . import streams
 from .convert import Body, Port, add_data, add_outputs, convert_body, describe, describe_output, name_ports
 from .fold import FOLDED
-from .ge_file import Folded, GeFile, messages
+from .ge_file import Folded, GeFile, messages, serialised
 from .options import Operand, drop_later_attributes, graph_options, operand_options
 from .toolchain.harness import Torchair
 
@@ -113,7 +113,7 @@ def link(graph: fx.GraphModule, signature: Signature, ta: Torchair, name: str = 
             "legal is to leave them out of the model"
         )
     return GeFile(
-        graph=builder.model.SerializeToString(deterministic=True),
+        graph=serialised(builder.model),
         options=builder.options
         | operand_options(fed, len(results), {feeds.index(operand): output for output, operand in donations})
         | graph_options(platform),

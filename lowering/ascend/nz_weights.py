@@ -25,12 +25,13 @@ def weight_operands(ge_file: GeFile, *, needed: bool = False) -> tuple[int, ...]
     ops = read(ge_file.graph)
     words, readers, weights = int4_words(ops), dict[str, list[bool]](), by_kind(_weights)
     only = {name for op in ops if only_nz(op) for name, weight in zip(op.input, weights(op), strict=False) if weight} if needed else set()
+    data = {f"{op.name}:0": op for op in ops if op.type == "Data"}
+    watched = data.keys() | words.keys()
     for op in ops:
-        if op.type != "Bitcast" or f"{op.name}:0" not in words:
+        if not watched.isdisjoint(op.input) and (op.type != "Bitcast" or f"{op.name}:0" not in words):
             # An absent input is "" and has a description; control inputs come last and have none.
             for name, weight in zip(op.input, weights(op), strict=False):
                 readers.setdefault(words.get(name, name), []).append(weight and not (name in words and _beside_floats(op)))
-    data = {f"{op.name}:0": op for op in ops if op.type == "Data"}
     if needed:
         data = {name: op for name, op in data.items() if name in only and op.output_desc[0].dtype == _INT8}
     indices = [op.attr["index"].i for name, op in data.items() if all(readers.get(name, [False])) and fills_tiles(op.output_desc[0])]

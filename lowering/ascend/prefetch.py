@@ -20,7 +20,7 @@ from .convert import name_ports
 from .cost.estimate import timed_launches
 from .cost.parameters import parameters
 from .cost.timing import Topology, duration
-from .ge_file import FETCH, GeFile, parse
+from .ge_file import FETCH, GeFile, parse, serialised
 from .launches import body_of
 from .operators.node import Node
 from .operators.record import NpuOperator
@@ -110,7 +110,7 @@ def in_ge(ge_file: GeFile, mesh: Mesh, platform: Platform) -> GeFile:
     model.graph[0].op.extend(copies)
     (end,) = (op for op in model.graph[0].op if op.type == "NetOutput")
     end.input.extend(f"{name}:-1" for name in added)
-    return replace(ge_file, graph=model.SerializeToString(deterministic=True))
+    return replace(ge_file, graph=serialised(model))
 
 
 def in_captured(acl_file: AclFile, mesh: Mesh, platform: Platform) -> AclFile:

@@ -39,27 +39,30 @@ class Ge(NpuBackend):
         return Compiled(GE.encode(ge_file), GE.census(ge_file))
 
     def opened(self, data: bytes) -> Any:
-        """A GE file with its graph as a message."""
-        from ..ascend.ge_file import decode, parse
+        """A GE file without its graph, and that as messages of kinds of operators."""
+        from ..ascend.ge_file import decode
+        from ..ascend.ge_operators import opened
 
         ge_file = decode(data)
-        return replace(ge_file, graph=parse(ge_file.graph))
+        return replace(ge_file, graph=b""), opened(ge_file.graph)
 
     def closed(self, tree: Any) -> bytes:
         """The inverse of `opened`."""
         from ..ascend.ge_file import encode
+        from ..ascend.ge_operators import closed
 
-        return encode(replace(tree, graph=tree.graph.SerializeToString(deterministic=True)))
+        ge_file, graph = tree
+        return encode(replace(ge_file, graph=closed(*graph)))
 
     def prove(self, compiled: Compiled, partitioned: Partitioned | Claims, platform: Platform = CPU) -> None:
         """Checks besides that no step computes a value twice."""
         from ..ascend import inspect_repeats
         from ..ascend.ge_file import decode
-        from ..ascend.ge_operators import graphs
+        from ..ascend.ge_operators import last
 
         super().prove(compiled, partitioned, platform)
         inspect_repeats.check_unrepeated(decode(compiled.data))
-        graphs.cache_clear()
+        last.clear()
 
 
 BACKEND = Ge()

@@ -51,7 +51,7 @@ def refused_by(thread: Thread) -> dict[str, str]:
     """Messages of what refuses the reported operator, by the name that `Thread.refused_by` uses."""
     graph, nz = graph_of(thread)
     platform = Platform(CHIP, next((release for release in CANN_RELEASES if (thread.cann or "").startswith(release)), CANN))
-    nodes = of_ge(operators(graph.op), graph_types(graph, nz), range(len(graph.op)))
+    nodes = of_ge(operators(graph.op), graph_types(operators(graph.op), nz), range(len(graph.op)))
     checker, node = Checker(table(), platform, OPTIONS), nodes[-1]
     checker.add(node)
     told = {violation.message for violation in checker.checked.violations}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from ....graphs.errors import LoweringError
@@ -123,11 +123,14 @@ def examine(graph: GeFile | AclFile, platform: Platform = DEFAULT, facts: Table 
     read = nodes_of(graph, platform, facts)
     checker = Checker(facts or table(), platform, graph.options)
     checker.refuse(_dynamic(read))
+    kinds: dict[str, list[Node]] = {}
     for node in read.nodes:
         if "comm_alg" in node.attributes:
             checker.checked.algorithms.setdefault(node.group, Counter())[node.attributes["comm_alg"]] += 1
         if node.type not in STRUCTURE:
-            checker.add(node)
+            kinds.setdefault(node.key, []).append(node)
+    for first, *others in kinds.values():
+        checker.add(first, 1 + len(others))
     for rule in ORDERED_RULES if graph.ordered else GRAPH_RULES:
         for node, message in rule(read.nodes):
             source = f"rule {rule.__name__}" + answered(rule.__name__, node.type)
@@ -143,23 +146,17 @@ class Checker:
     def __init__(self, facts: Table, platform: Platform, options: Mapping[str, str]) -> None:
         self.checked = Checked()
         self._facts, self._platform, self._options = facts, platform, options
-        self._known: dict[Hashable, tuple[list[int], tuple[tuple[str, int], ...]]] = {}
 
-    def add(self, node: Node) -> None:
-        """Checks one operator."""
-        key = node.key
-        if key not in self._known:
-            rows = self._facts.facts(node.type, self._platform.chip, self._platform.cann, self._platform.packages)
-            places = self.refuse(self._node(node, rows))
-            fit = fitting(node, rows)
-            numbers = (*((fit.number,) if fit else ()), *(row.number for row in rows if row.what == RULE and _applies(row, node)))
-            self._known[key] = places, tuple((node.type, number) for number in numbers)
-        else:
-            for place in self._known[key][0]:
-                self.checked.copies[place] += 1
-        self.checked.relied.update(self._known[key][1])
+    def add(self, node: Node, copies: int = 1) -> None:
+        """Checks an operator of which the graph has so many copies."""
+        rows = self._facts.facts(node.type, self._platform.chip, self._platform.cann, self._platform.packages)
+        for place in self.refuse(self._node(node, rows)):
+            self.checked.copies[place] = copies
+        fit = fitting(node, rows)
+        for number in (*((fit.number,) if fit else ()), *(row.number for row in rows if row.what == RULE and _applies(row, node))):
+            self.checked.relied[node.type, number] += copies
         if (row := torch_operators().get(node.called)) and row.assumed:
-            self.checked.assumed[node.type, row.assumed] += 1
+            self.checked.assumed[node.type, row.assumed] += copies
 
     def refuse(self, violations: Iterable[Violation]) -> list[int]:
         """Notes violations; returns their places."""

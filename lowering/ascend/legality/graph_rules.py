@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -47,7 +48,7 @@ def ordered_exchange(nodes: Sequence[Node]) -> Iterator[tuple[Node, str]]:
     communicating += [(node, record) for node in nodes if (record := record_of(node)) is not None and record.all_cores]
     if not exchanges:
         return
-    ordered = _ordered(nodes, {name: 1 << place for place, name in enumerate(exchanges)})
+    ordered = _ordered(tuple((node.name, node.producers) for node in nodes), tuple(exchanges))
     for node, record in communicating:
         if not record.own_group and (unordered := ~ordered[node.name] & ((1 << len(exchanges)) - 1)):
             first = exchanges[(unordered & -unordered).bit_length() - 1]
@@ -72,10 +73,10 @@ ORDERED_RULES: tuple[GraphRule, ...] = (group_list_kind, few_streams)
 GRAPH_RULES: tuple[GraphRule, ...] = (*ORDERED_RULES, ordered_exchange)
 
 
-def _ordered(nodes: Sequence[Node], bits: Mapping[str, int]) -> dict[str, int]:
-    """Of each operator the marked ones that it depends on or that depend on it, as a sum of `bits`."""
-    edges = [(node.name, node.producers) for node in nodes]
-    before: dict[str, int] = {}
+@functools.lru_cache(maxsize=2)
+def _ordered(edges: tuple[tuple[str, tuple[str, ...]], ...], marked: tuple[str, ...]) -> Mapping[str, int]:
+    """Of each operator, given with those that it waits for, the marked ones before or behind it, each as the bit of its place."""
+    bits, before = {name: 1 << place for place, name in enumerate(marked)}, dict[str, int]()
     for name, producers in edges:
         reached = bits.get(name, 0)
         for producer in producers:

@@ -44,6 +44,7 @@ PRIVATE = frozenset(
 """Attributes that torchair and GE know of every operator (torchair of torch_npu 2.13.0: scope/_scope_attr.py, _ge_concrete_graph)."""
 _WAIT = "_c10d_functional.wait_tensor.default"
 _INT4_IN_INT32 = 8
+_BLANK = Node("", "")
 
 
 @dataclass(frozen=True)
@@ -98,44 +99,58 @@ def of_ge(ops: Sequence[Operator], types: Mapping[str, TensorType], operands: Se
         types: of all tensors, by name.
         operands: number of the operand of each `Data`.
     """
-    described, nodes, constant = by_kind(_described), list[Node](), set[str]()
+    described, nodes, known = by_kind(_described), list[Node](), dict[tuple[int, ...], Node]()
+    constant, constant_tensors, told = set[str](), set[str](), {**types, "": None}
     for op in ops:
+        if op.type == OPERAND:
+            told_of = {desc.name: types[tensor] for desc, tensor in zip(op.output_desc, op.results, strict=True)}
+            operand = operands[op.attr["index"].i]
+            nodes.append(_BLANK.copy(name=op.name, type=OPERAND, outputs=told_of, results=len(told_of), operand=operand, producers=()))
+            continue
         slots, outputs, attributes, private, group, stream = described(op)
-        # Control inputs come behind those that are described.
-        tensors = tuple(op.input[: len(slots)])
-        named = [(slot, tensor) for slot, tensor in zip(slots, tensors, strict=True) if tensor]
-        results = {name: types.get(f"{op.name}:{port}") for port, name in enumerate(outputs)}
-        nodes.append(
-            Node(
+        tensors, after = op.input, tuple[str, ...]()
+        if len(tensors) > len(slots):
+            # Control inputs come behind those that are described.
+            after = tuple([tensor.rpartition(":")[0] for tensor in tensors[len(slots) :]])
+            tensors = tensors[: len(slots)]
+        fixed = () if constant_tensors.isdisjoint(tensors) else [tensor in constant_tensors for tensor in tensors]
+        # Equal types are one object nearly always, and a place is compared in a tenth of the time.
+        kind = op.kind, *map(id, map(told.__getitem__, tensors)), *map(id, map(types.get, op.results)), *fixed
+        if (first := known.get(kind)) is not None:
+            nodes.append(first.copy(key=first.key, name=op.name, input=tensors, after=after, producers=op.producers))
+        else:
+            named = [(slot, tensor) for slot, tensor in zip(slots, tensors, strict=True) if tensor]
+            results = zip(outputs, map(types.get, op.results), strict=True)
+            known[kind] = Node(
                 name=op.name,
                 type=op.type,
                 inputs={slot: types[tensor] for slot, tensor in named},
-                constants=frozenset(slot for slot, tensor in named if tensor.rpartition(":")[0] in constant),
-                outputs={name: result for name, result in results.items() if result is not None},
+                constants=frozenset(slot for slot, tensor in named if tensor in constant_tensors),
+                outputs={name: result for name, result in results if result is not None},
                 attributes=attributes,
                 private=private,
                 input=tensors,
                 slots=slots,
-                after=tuple(tensor.rpartition(":")[0] for tensor in op.input[len(slots) :]),
+                after=after,
                 results=len(outputs),
                 group=group,
                 stream=stream,
-                operand=operands[attributes["index"]] if op.type == OPERAND else -1,
             )
-        )
+            nodes.append(known[kind])
         if op.type == "Const" or (op.producers and op.type not in STRUCTURE and constant.issuperset(op.producers)):
             constant.add(op.name)
+            constant_tensors.update(op.results)
     return tuple(nodes)
 
 
 def _described(op: Operator) -> tuple[tuple[str, ...], tuple[str, ...], Mapping[str, Any], frozenset[str], str, str]:
     """What operators of a kind have in common: names of inputs and outputs, attributes, private ones, group, stream."""
-    attributes = {name: value_of(value) for name, value in op.attr.items() if not name.startswith("_")}
-    private = frozenset(name for name in op.attr if name.startswith("_") and name not in PRIVATE)
-    stream = op.attr[STREAM].s.decode() if STREAM in op.attr else ""
+    attr = op.attr
+    names = list(attr)
+    attributes = {name: value_of(attr[name]) for name in names if not name.startswith("_")}
+    private = frozenset(name for name in names if name.startswith("_") and name not in PRIVATE)
+    stream = attr[STREAM].s.decode() if STREAM in attr else ""
     slots, outputs = (tuple(desc.name for desc in descs) for descs in (op.input_desc, op.output_desc))
-    if op.type == OPERAND:
-        slots = ()
     group = attributes.get("group") or attributes.get("group_ep")
     return slots, outputs, attributes, private, str(group or ""), stream
 

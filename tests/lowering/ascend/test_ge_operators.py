@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from npucompile.graphs.errors import LoweringError
-from npucompile.lowering.ascend.ge_file import messages
-from npucompile.lowering.ascend.ge_operators import by_kind, graphs, read
+from npucompile.lowering.ascend.ge_file import canonical, messages, parse
+from npucompile.lowering.ascend.ge_operators import by_kind, closed, graphs, last, opened, read
 
 
 @pytest.fixture
@@ -86,3 +86,13 @@ def test_called_graphs_follow_the_main_one(model):
 def test_bytes_that_are_no_model_are_refused():
     with pytest.raises(LoweringError, match="not a serialised GE model"):
         read(b"no model")
+
+
+def test_a_model_is_written_as_it_was_read_and_its_operators_need_no_reading(model):
+    model.graph[0].op[1].output_desc[0].shape.dim[0] = 5
+    written = closed(*opened(model.SerializeToString()))
+    assert parse(written) == model
+    assert canonical(written) is written == canonical(bytes(written))
+    kept = [[(op.vertex, op.kind, op.message) for op in ops] for _, ops in graphs(written)]
+    last.clear()
+    assert kept == [[(op.vertex, op.kind, op.message) for op in ops] for _, ops in graphs(written)]

@@ -63,6 +63,17 @@ def test_census(layers):
     assert bodies["layer00_attention"]["HcomAllReduce"] == 1
 
 
+def test_what_differs_from_a_proved_graph_in_one_thing_is_proved_itself(layers):
+    ge_file, signature = layers
+    files = {"outputs": ge_file.outputs + 1, "donations": ((1, 0),), "bound": (0,), "feeds": (*reversed(ge_file.data),)}
+    signatures = {"params": signature.params[1:], "state": signature.state[:-1]}
+    changed = [(replace(ge_file, **{name: value}), signature) for name, value in files.items()]
+    for other in [*changed, *((ge_file, replace(signature, **{name: value})) for name, value in signatures.items())]:
+        check(ge_file, signature)
+        with pytest.raises(LoweringError, match="breaches"):
+            check(*other)
+
+
 def test_text_has_a_line_for_each_operator(layers):
     ge_file, _ = layers
     lines = text(ge_file.graph).splitlines()

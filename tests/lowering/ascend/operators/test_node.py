@@ -24,6 +24,6 @@ def test_key_is_of_types_constants_strides_and_attributes():
 
 
 def test_tensors_are_found_by_the_names_of_inputs():
-    assert (NODE.tensor("x1"), NODE.find("bias"), NODE.reads, NODE.producers) == ("a:0", "", ["a:0"], ["a", "b"])
+    assert (NODE.tensor("x1"), NODE.find("bias"), NODE.reads, NODE.producers) == ("a:0", "", ["a:0"], ("a", "b"))
     with pytest.raises(LoweringError, match=r"n \(MatMul\) has no input bias; it has x1, bias"):
         NODE.tensor("bias")
