@@ -17,12 +17,12 @@ from .platform import CPU, Platform
 
 if TYPE_CHECKING:
     # A serving process imports this file and must not load the partitioner; only a build lowers and compiles.
-    from ..graphs.spmd.partition import Partitioned
-    from .lower import Lowered
+    from ..graphs.spmd.partition import PartitionedProgram
+    from .lower import LoweredProgram
 
 
 @dataclass(frozen=True)
-class Compiled:
+class CompiledFile:
     """The last stage: the bytes of one executable.
 
     Attributes:
@@ -39,7 +39,7 @@ class Claims:
     """What a partitioned graph says of itself, and its executable is proved to keep.
 
     Attributes:
-        collectives: as `Partitioned.collectives`.
+        collectives: as `PartitionedProgram.collectives`.
     """
 
     signature: Signature
@@ -47,7 +47,7 @@ class Claims:
 
 
 @dataclass(frozen=True)
-class Part:
+class GraphPart:
     """A part of a lowered graph that is compiled by itself, as data that another process can be sent.
 
     Attributes:
@@ -60,7 +60,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Parts:
+class GraphParts:
     """A lowered graph as its parts.
 
     Attributes:
@@ -68,11 +68,11 @@ class Parts:
         data: how they belong together, in a form of the backend's.
     """
 
-    parts: tuple[Part, ...]
+    parts: tuple[GraphPart, ...]
     data: bytes
 
 
-class Kind(Protocol):
+class GraphKind(Protocol):
     """The graphs of a kind of step, which differ in sizes.
 
     Attributes:
@@ -80,9 +80,9 @@ class Kind(Protocol):
     """
 
     @property
-    def parts(self) -> Parts: ...
+    def parts(self) -> GraphParts: ...
 
-    def holds(self, lowered: Lowered) -> bool:
+    def holds(self, lowered: LoweredProgram) -> bool:
         """Whether a graph of any bucket is one of them."""
         ...
 
@@ -107,7 +107,7 @@ class Backend(Protocol):
     build_only: tuple[str, ...] = ()
     readable: bool = False
 
-    def lower(self, partitioned: Partitioned, platform: Platform = CPU) -> Lowered:
+    def lower(self, partitioned: PartitionedProgram, platform: Platform = CPU) -> LoweredProgram:
         """The graph that this backend runs.
 
         Args:
@@ -130,7 +130,7 @@ class Backend(Protocol):
         """
         return
 
-    def compile(self, lowered: Lowered, *, cache_dir: Path, threads: int) -> Compiled:
+    def compile(self, lowered: LoweredProgram, *, cache_dir: Path, threads: int) -> CompiledFile:
         """Compiles one lowered graph; equal graphs give equal bytes.
 
         Args:
@@ -142,7 +142,7 @@ class Backend(Protocol):
         """
         raise LoweringError(f"backend {self.name} compiles nothing: it reports cost and memory only")
 
-    def parts(self, lowered: Lowered, *, threads: int) -> Parts | None:
+    def parts(self, lowered: LoweredProgram, *, threads: int) -> GraphParts | None:
         """The parts of a graph that are compiled one by one and joined; None where a graph is compiled as one."""
         return None
 
@@ -150,7 +150,7 @@ class Backend(Protocol):
         """Buckets whose lowered graphs say what those of this bucket's kind have in common; none where each is compiled for itself."""
         return ()
 
-    def kind(self, samples: Sequence[Lowered], *, threads: int) -> Kind:
+    def kind(self, samples: Sequence[LoweredProgram], *, threads: int) -> GraphKind:
         """What the graphs of a kind have in common.
 
         Raises:
@@ -158,7 +158,7 @@ class Backend(Protocol):
         """
         raise LoweringError(f"backend {self.name} compiles every bucket for itself")
 
-    def compile_part(self, part: Part, *, cache_dir: Path, threads: int) -> bytes:
+    def compile_part(self, part: GraphPart, *, cache_dir: Path, threads: int) -> bytes:
         """Compiles one part, or takes it from the cache.
 
         Raises:
@@ -166,7 +166,7 @@ class Backend(Protocol):
         """
         raise LoweringError(f"backend {self.name} compiles graphs as one")
 
-    def join(self, parts: Parts, compiled: Sequence[bytes], *, cache_dir: Path) -> Compiled:
+    def join(self, parts: GraphParts, compiled: Sequence[bytes], *, cache_dir: Path) -> CompiledFile:
         """The executable of a graph whose parts are compiled, in the order of `parts.parts`."""
         raise LoweringError(f"backend {self.name} compiles graphs as one")
 
@@ -182,7 +182,7 @@ class Backend(Protocol):
         """
         raise LoweringError(f"executables of backend {self.name} are not readable")
 
-    def prove(self, compiled: Compiled, partitioned: Partitioned | Claims, platform: Platform = CPU) -> None:
+    def prove(self, compiled: CompiledFile, partitioned: PartitionedProgram | Claims, platform: Platform = CPU) -> None:
         """Checks the invariants of an executable that can be checked without running it, on the platform that it was lowered for.
 
         Executables that run on this machine are also run and compared with the reference (tools/prove).

@@ -28,11 +28,11 @@ from .platform import CPU, Platform
 
 if TYPE_CHECKING:
     # A serving process loads this file with its backends and must not load the partitioner.
-    from ..graphs.spmd.partition import Partitioned
+    from ..graphs.spmd.partition import PartitionedProgram
 
 
 @dataclass(frozen=True)
-class Lowered(Stage):
+class LoweredProgram(Stage):
     """What a backend compiles: `graph(*operands) -> outputs`; state operands are written in place.
 
     Placeholders follow `signature.operands`, results `signature.outputs`.
@@ -51,14 +51,14 @@ class Lowered(Stage):
         return f"{self.bucket.name} lowered for {self.backend}"
 
 
-def lower_eager(partitioned: Partitioned) -> Lowered:
+def lower_eager(partitioned: PartitionedProgram) -> LoweredProgram:
     """Keeps primitives whole and lets those that update a pool write it in place."""
     graph = flatten(partitioned.graph)
     donate(graph, partitioned.signature)
-    return Lowered(partitioned.program.bucket, "eager", graph, partitioned.signature)
+    return LoweredProgram(partitioned.program.bucket, "eager", graph, partitioned.signature)
 
 
-def lower_bodies(partitioned: Partitioned, backend: str) -> Lowered:
+def lower_bodies(partitioned: PartitionedProgram, backend: str) -> LoweredProgram:
     """Lowers every body once for `backend`: calls of bodies that write their pools in place.
 
     The nodes between calls become bodies, too, and values that one body hands to another are contiguous. Where a pool cannot be written
@@ -73,7 +73,7 @@ def lower_bodies(partitioned: Partitioned, backend: str) -> Lowered:
     lowered = {name: _lower_body(body, donated.bodies[name], backend) for name, body in bodies(graph).items()}
     calls = calls_of(graph, signature, donated, lowered)
     name_placeholders(calls, signature)
-    return Lowered(partitioned.program.bucket, backend, calls, signature)
+    return LoweredProgram(partitioned.program.bucket, backend, calls, signature)
 
 
 def _lower_body(body: GraphModule, donated: Donated, backend: str) -> GraphModule:
@@ -92,7 +92,7 @@ def _lower_body(body: GraphModule, donated: Donated, backend: str) -> GraphModul
     return graph
 
 
-def lower_inline(partitioned: Partitioned, backend: str) -> Lowered:
+def lower_inline(partitioned: PartitionedProgram, backend: str) -> LoweredProgram:
     """Replaces primitives by their lowering for `backend`, down to aten, and copies each pool's new value into the pool at the end.
 
     A compiler that supports donated operands turns `copy_(pool, index_put(pool, ...))` into an update in place.
@@ -104,7 +104,7 @@ def lower_inline(partitioned: Partitioned, backend: str) -> Lowered:
     graph = record(inliner.run, operands, FakeTensorMode(), "cpu")
     donate(graph, signature)
     name_placeholders(graph, signature)
-    return Lowered(partitioned.program.bucket, backend, graph, signature)
+    return LoweredProgram(partitioned.program.bucket, backend, graph, signature)
 
 
 class _Inliner(Interpreter):

@@ -21,7 +21,7 @@ from ..lowering.backend import open_executable
 from ..lowering.executable import Executable, HostExecutable, check_operands
 from .executor import FinishedStep, Inputs, Numbers, Outputs, check_step, clear_state, compile_evidence, has_recurrent_states, segment_sizes
 from .kv_transfer.layout import Region, regions
-from .kv_transfer.transfer_engine import Memory
+from .kv_transfer.transfer_engine import RegisteredMemory
 from .pool_memory import PoolMemory
 from .steps.pack import with_all_rows
 from .steps.resized import long_enough, sizes_of, whole_steps
@@ -102,9 +102,9 @@ class CpuExecutor:
         return regions(self._leaves, self.limits, addresses, Rules.of(self.artifact.manifest.rules))
 
     @property
-    def areas(self) -> tuple[Memory, ...]:
+    def areas(self) -> tuple[RegisteredMemory, ...]:
         """Each pool (`Executor.areas`)."""
-        return tuple(Memory(region.address, region.nbytes) for region in self.regions)
+        return tuple(RegisteredMemory(region.address, region.nbytes) for region in self.regions)
 
     def enter(self) -> None:
         """Does nothing: all threads have the same memory."""

@@ -49,7 +49,7 @@ def _call(deliver: Callable[[], None], events: Sequence[Event]) -> Sequence[Even
     return ()
 
 
-class Live(NamedTuple):
+class LiveRequest(NamedTuple):
     """A request that has not ended; `arrival` tells it from others that had or will have its id."""
 
     sink: Sink

@@ -34,7 +34,7 @@ from .executor import (
     segment_sizes,
 )
 from .kv_transfer.layout import Region, regions
-from .kv_transfer.transfer_engine import Memory
+from .kv_transfer.transfer_engine import RegisteredMemory
 from .staging import InputBuffer, OutputBuffers, PackedLayout
 from .steps.pack import without_unused
 from .warm_up import BEGINS, CACHED, COMPILED, LIMIT_S, Agree, Report, WarmUp, in_order
@@ -178,9 +178,9 @@ class DeviceExecutor:
         return regions(self._leaves, self.limits, addresses, self._rules)
 
     @property
-    def areas(self) -> tuple[Memory, ...]:
+    def areas(self) -> tuple[RegisteredMemory, ...]:
         """The one area of all pools (`Executor.areas`)."""
-        return (Memory(self._area.data_ptr(), self._area.nbytes),)
+        return (RegisteredMemory(self._area.data_ptr(), self._area.nbytes),)
 
     def enter(self) -> None:
         """Makes the device that of the calling thread."""

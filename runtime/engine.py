@@ -15,7 +15,7 @@ from typing import Any
 from ..graphs.errors import RequestError
 from ..graphs.steps.score import SCORE
 from . import delivery
-from .delivery import Live, Sink
+from .delivery import LiveRequest, Sink
 from .executor import Executor, ExecutorError
 from .metrics import Metrics
 from .request import Event, ExecutionRecord, FinishEvent, Flush, Landed, ParkedEvent, Request
@@ -61,7 +61,7 @@ class Engine:
         # Guards all that follows.
         self._wake = threading.Condition()
         self._inbox: deque[Message] = deque()
-        self._live: dict[str, Live] = {}
+        self._live: dict[str, LiveRequest] = {}
         self._metrics = Metrics(executor.limits.drafts, executor.limits.max_model_len)
         if self._ledgers:
             self._metrics.count_pictures(self._ledgers)
@@ -116,7 +116,7 @@ class Engine:
             if request.id in self._live:
                 raise RequestError(f"id {request.id!r} is the id of a live request; legal is one that is not", param="id")
             arrival = next(self._arrivals)
-            self._live[request.id] = Live(sink, arrival)
+            self._live[request.id] = LiveRequest(sink, arrival)
             record = ExecutionRecord(accepted_per_position=(0,) * limits.drafts)
             came_ms = self.stepper.now_ms() - request.waited_ms
             # A server that is handed a prompt over has it computed, and one that hands it over is asked for no scores.

@@ -33,14 +33,14 @@ class Cancel(NamedTuple):
     request_ids: tuple[str, ...]
 
 
-class Ask(NamedTuple):
+class EngineQuestion(NamedTuple):
     """A question by the name of an engine's method without arguments, and a number that its answer has."""
 
     number: int
     method: str
 
 
-class Answer(NamedTuple):
+class EngineAnswer(NamedTuple):
     """The answer to the question of this number."""
 
     number: int
@@ -106,8 +106,8 @@ class EngineHost(BatchSink):
             self._engine.release()
         elif isinstance(record, Cancel):
             self._engine.cancel(*record.request_ids)
-        elif isinstance(record, Ask):
-            self._channel.send(Answer(record.number, getattr(self._engine, record.method)()))
+        elif isinstance(record, EngineQuestion):
+            self._channel.send(EngineAnswer(record.number, getattr(self._engine, record.method)()))
 
     def deliver(self, events: Sequence[Event]) -> None:
         """Sends the events of a step."""

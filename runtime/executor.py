@@ -17,7 +17,7 @@ from ..graphs.steps.table import kind_of
 from ..graphs.types import PICTURE_ROWS, Bucket, Leaf, Limits
 from ..lowering.artifact.manifest import Manifest
 from .kv_transfer.layout import Region
-from .kv_transfer.transfer_engine import Memory
+from .kv_transfer.transfer_engine import RegisteredMemory
 
 Inputs = Mapping[str, npt.NDArray[Any]]
 """Inputs of one dp group's step by name, as `steps.pack.pack` returns them."""
@@ -141,7 +141,7 @@ class Executor(Protocol):
         ...
 
     @property
-    def areas(self) -> tuple[Memory, ...]:
+    def areas(self) -> tuple[RegisteredMemory, ...]:
         """Memory of this process's rank in which those pools lie, as a transfer engine registers it."""
         ...
 

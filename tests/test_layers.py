@@ -101,9 +101,6 @@ FLOORS: tuple[tuple[str, ...], ...] = (
 # people type and read, sides of a pair and figures of a bench.
 KIND_NAMES = 10
 
-# Names that several classes have, apart from the configuration that each family of models has. The number only falls.
-CLASS_NAMES = 45
-
 # Lines that a room may have, and words of the documents. Raising one is a line in a commit that says why.
 BUDGETS: dict[str, int] = {
     "docs (words)": 45000,
@@ -142,7 +139,7 @@ BUDGETS: dict[str, int] = {
     "tools/advisor": 8225,
     "tools/agreement": 1466,
     "tools/bench": 2778,
-    "tools/builder": 6241,
+    "tools/builder": 6243,
     "tools/commands": 2596,
     "tools/face": 863,
     "tools/inspection": 1183,
@@ -409,17 +406,13 @@ def kind_breaches(root: Path) -> Iterator[str]:
 
 
 def class_breaches(root: Path) -> Iterator[str]:
+    """A name is of one class, but for the configuration that each family of models has."""
     defined: dict[str, list[str]] = {}
     for path in sources(root):
         for node in parse(root, path).body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_") and node.name != "Config":
                 defined.setdefault(node.name, []).append(path)
-    shared, most = {name: paths for name, paths in defined.items() if len(paths) > 1}, CLASS_NAMES if root == ROOT else 0
-    if len(shared) > most:
-        listed = [f"{name}: {', '.join(paths)}" for name, paths in sorted(shared.items())]
-        yield "\n".join([f"{len(shared)} names are of several classes, where {most} may be:", *listed])
-    elif len(shared) < most:
-        yield f"CLASS_NAMES is {most} and {len(shared)} names are of several classes; lower it"
+    yield from (f"{name}: a class of {' and of '.join(paths)}" for name, paths in sorted(defined.items()) if len(paths) > 1)
 
 
 def budget_breaches(root: Path) -> Iterator[str]:
@@ -580,7 +573,7 @@ OTHER_BREACHES = [
     ("tools/other/a.py", "from ..serve import rank\n", "other has no floor in FLOORS"),
     ("lowering/artifact/manifest.py", "x = 1\n" * 100, "lowering/artifact: has 100 lines, its budget is 50; raising it"),
     ("models/__init__.py", "def f(bucket):\n    return bucket.kind == 'decode'\n", "1 lines ask for names of kinds of steps, where 0 may"),
-    ("models/__init__.py", "class A:\n    x: int\n\n\nclass _B:\n    x: int\n", "A: graphs/types.py, models/__init__.py"),
+    ("models/__init__.py", "class A:\n    x: int\n\n\nclass _B:\n    x: int\n", "A: a class of graphs/types.py and of models/__init__.py"),
     ("models/__init__.py", "KINDS = ('decode', 'prefill')\n", "models/__init__.py:1: ('decode', 'prefill')"),
     ("models/__init__.py", "def f(b):\n    return kinds_of_kind(b, 'prefill')\n", "models/__init__.py:2: kinds_of_kind(b, 'prefill')"),
     ("lowering/other.py", "def f(file):\n    return isinstance(file, x.GeFile | int)\n", "lowering/other.py:2: asks which file"),

@@ -19,7 +19,7 @@ from .record import record
 
 
 @dataclass(frozen=True)
-class Traced(Stage):
+class TracedProgram(Stage):
     """A program as a graph over global shapes. Placeholders follow `signature.operands`, results `signature.results`."""
 
     program: Program
@@ -31,7 +31,7 @@ class Traced(Stage):
         return f"{self.program.bucket.name} traced"
 
 
-def trace(program: Program) -> Traced:
+def trace(program: Program) -> TracedProgram:
     """Traces a program on tensors without values, so nothing is allocated.
 
     Raises:
@@ -48,7 +48,7 @@ def trace(program: Program) -> Traced:
     graph = traced_graph(flat, [(leaf.aval.shape, leaf.aval.dtype) for leaf in operands.operands])
     signature = Signature(operands.params, operands.state, operands.inputs, tuple(outputs))
     name_placeholders(graph, signature)
-    return Traced(program, graph, signature)
+    return TracedProgram(program, graph, signature)
 
 
 def signature_of(program: Program) -> Signature:

@@ -9,11 +9,11 @@ from dataclasses import replace
 from ..errors import InvariantError
 from ..invariants import check
 from ..ir.flatten import bodies
-from ..spmd.partition import Partitioned
+from ..spmd.partition import PartitionedProgram
 from . import PASSES, Pass
 
 
-def optimise(partitioned: Partitioned, passes: Sequence[Pass] = PASSES) -> Partitioned:
+def optimise(partitioned: PartitionedProgram, passes: Sequence[Pass] = PASSES) -> PartitionedProgram:
     """Runs the passes on a copy.
 
     Raises:

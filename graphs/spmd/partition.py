@@ -19,7 +19,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ..errors import PartitionError
 from ..ir.flatten import bodies
-from ..ir.trace import Traced, call_flat, name_placeholders, signature_of, trace, traced_graph
+from ..ir.trace import TracedProgram, call_flat, name_placeholders, signature_of, trace, traced_graph
 from ..primitive import of_target
 from ..stage import Stage
 from ..types import COORDS, MANUAL_AXIS, MESH_AXES, Aval, Function, Leaf, Mesh, Program, Rules, Signature, axis_group, leaf_name
@@ -34,7 +34,7 @@ _TORCH, _GRAPHS = str(Path(torch.__file__).parent), str(Path(__file__).parents[1
 
 
 @dataclass(frozen=True)
-class Partitioned(Stage):
+class PartitionedProgram(Stage):
     """The graph of one device: local shapes, explicit collectives. Its signature holds local avals."""
 
     program: Program
@@ -77,7 +77,7 @@ def collective_group(node: Node) -> str | None:
     return str(node.args[[argument.name for argument in target._schema.arguments].index("group")])
 
 
-def partition(source: Traced | Program, mesh: Mesh, rules: Rules) -> Partitioned:
+def partition(source: TracedProgram | Program, mesh: Mesh, rules: Rules) -> PartitionedProgram:
     """Splits a program over a mesh; a mesh of one device leaves it as it is.
 
     The program of a step is written for one group of the mesh's manual axis. Within the group parameters and state enter as DTensors
@@ -95,14 +95,14 @@ def partition(source: Traced | Program, mesh: Mesh, rules: Rules) -> Partitioned
         PartitionError: when the mesh has an axis that a step has not, sizes do not divide, axes collide, an operator has no sharding
             rule, or a result ends in another layout than its operand had.
     """
-    program = source.program if isinstance(source, Traced) else source
+    program = source.program if isinstance(source, TracedProgram) else source
     signature, manual = signature_of(program), "" if isinstance(program.bucket, Function) else MANUAL_AXIS
     _check(mesh, rules, manual)
     for leaf in signature.operands:
         rules.check(leaf.aval, mesh, leaf.name)
     if mesh.size == 1:
-        traced = source if isinstance(source, Traced) else trace(program)
-        return Partitioned(program, traced.graph, traced.signature, mesh, rules)
+        traced = source if isinstance(source, TracedProgram) else trace(program)
+        return PartitionedProgram(program, traced.graph, traced.signature, mesh, rules)
     register_all()
     full, axes = mesh.complete, _device_axes(mesh, manual)
     groups, position = Mesh(((manual, mesh.axis(manual)),)), Aval((len(full.axes),), torch.int32)
@@ -131,7 +131,7 @@ def partition(source: Traced | Program, mesh: Mesh, rules: Rules) -> Partitioned
     inputs = (*leaves[params + state :], Leaf(leaf_name("inputs", COORDS), position))
     result = Signature(tuple(leaves[:params]), tuple(leaves[params : params + state]), inputs, tuple(outputs))
     name_placeholders(graph, result)
-    return Partitioned(program, graph, result, mesh, rules)
+    return PartitionedProgram(program, graph, result, mesh, rules)
 
 
 def _check(mesh: Mesh, rules: Rules, manual: str) -> None:

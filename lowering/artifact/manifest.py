@@ -44,7 +44,7 @@ class ExecutableRecord:
 
 
 @dataclass(frozen=True)
-class Setting:
+class Variable:
     """A variable of the environment of the processes that run the artifact: its value, and why it is set."""
 
     value: str
@@ -185,7 +185,7 @@ class Manifest:
     memory: Mapping[str, Any] = field(default_factory=dict)
     checkpoint: str | None = None
     chat_template: str | None = None
-    environment: Mapping[str, Setting] = field(default_factory=dict)
+    environment: Mapping[str, Variable] = field(default_factory=dict)
     communicator_bytes: Mapping[str, int] = field(default_factory=dict)
     platform: Mapping[str, Any] = field(default_factory=dict)
     decided_by: Mapping[str, str] = field(default_factory=dict)
@@ -306,6 +306,6 @@ def _manifest(plain: dict[str, Any]) -> Manifest:
             "build_arguments": tuple(plain["build_arguments"]),
             "references": tuple(_entry(entry) for entry in plain["references"]),
             "files": {k: FileRecord(**v) for k, v in plain["files"].items()},
-            "environment": {k: Setting(**v) for k, v in plain["environment"].items()},
+            "environment": {k: Variable(**v) for k, v in plain["environment"].items()},
         }
     )

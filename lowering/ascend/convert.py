@@ -39,7 +39,7 @@ class Port:
 
 
 @dataclass(frozen=True)
-class Body:
+class GeBody:
     """GE operators of one body, without those for its operands and results.
 
     Attributes:
@@ -66,7 +66,7 @@ class Body:
     engine: Mapping[str, str]
 
 
-def convert_body(gm: fx.GraphModule, ta: Torchair, name: str = "body") -> Body:
+def convert_body(gm: fx.GraphModule, ta: Torchair, name: str = "body") -> GeBody:
     """Runs torchair on one body.
 
     Args:
@@ -195,7 +195,7 @@ def _values(gm: fx.GraphModule) -> dict[str, Any]:
 
 def _body(
     name: str, runner: Any, operands: Mapping[str, int], vals: list[FakeTensor], results: list[torch.Tensor], values: Mapping[str, Any]
-) -> Body:
+) -> GeBody:
     graph = parse(runner.graph.SerializeToString()).graph[0]
     by_index = {op.attr["index"].i: operands[op.name] for op in graph.op if op.type == "Data"}
     feeds = {f"{op.name}:0": by_index[op.attr["index"].i] for op in graph.op if op.type == "Data"}
@@ -210,7 +210,7 @@ def _body(
     for op in ops:
         _tidy(op, values)
     local, engine = runner._normalize_ge_option()
-    return Body(
+    return GeBody(
         ops=ops,
         feeds=feeds,
         results=tuple(Port(tensors[runner._fx_outputs_mapping[i]], val) for i, val in enumerate(results)),

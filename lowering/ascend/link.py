@@ -16,7 +16,7 @@ from ...graphs.types import Signature
 from ..artifact import graph_io
 from ..platform import CPU, Platform
 from . import streams
-from .convert import Body, Port, add_data, add_outputs, convert_body, describe, describe_output, name_ports
+from .convert import GeBody, Port, add_data, add_outputs, convert_body, describe, describe_output, name_ports
 from .fold import FOLDED
 from .ge_file import Folded, GeFile, messages, serialised
 from .options import Operand, drop_later_attributes, graph_options, operand_options
@@ -168,10 +168,10 @@ def _data(builder: _Builder, placeholders: list[fx.Node], used: set[Any]) -> lis
     return feeds
 
 
-def _bodies(graph: fx.GraphModule, calls: Sequence[fx.Node], ta: Torchair) -> dict[fx.Node, Body]:
+def _bodies(graph: fx.GraphModule, calls: Sequence[fx.Node], ta: Torchair) -> dict[fx.Node, GeBody]:
     """Body of each call; a module is converted once, however many names it has."""
-    converted: dict[int, Body] = {}
-    bodies: dict[fx.Node, Body] = {}
+    converted: dict[int, GeBody] = {}
+    bodies: dict[fx.Node, GeBody] = {}
     for node in calls:
         module: Any = graph.get_submodule(str(node.target))
         operands = sum(inner.op == "placeholder" for inner in module.graph.nodes)
@@ -183,7 +183,7 @@ def _bodies(graph: fx.GraphModule, calls: Sequence[fx.Node], ta: Torchair) -> di
     return bodies
 
 
-def _call(builder: _Builder, node: fx.Node, body: Body, state: set[fx.Node]) -> None:
+def _call(builder: _Builder, node: fx.Node, body: GeBody, state: set[fx.Node]) -> None:
     _merge_options(builder, body, str(node.target))
     args: list[Any] = list(node.args)
     prefix = _prefix(builder, node)
@@ -202,7 +202,7 @@ def _call(builder: _Builder, node: fx.Node, body: Body, state: set[fx.Node]) -> 
         builder.written[args[operand]] = builder.written.get(args[operand], False) or operand in body.donated
 
 
-def _copy(ops: Any, body: Body, prefix: str, names: Mapping[str, str]) -> None:
+def _copy(ops: Any, body: GeBody, prefix: str, names: Mapping[str, str]) -> None:
     for op in body.ops:
         new = ops.add()
         new.CopyFrom(op)
@@ -229,7 +229,7 @@ def _prefix(builder: _Builder, node: fx.Node) -> str:
     return f"{prefix}/" if builder.prefixes[prefix] == 1 else f"{prefix}.{builder.prefixes[prefix]}/"
 
 
-def _merge_options(builder: _Builder, body: Body, target: str) -> None:
+def _merge_options(builder: _Builder, body: GeBody, target: str) -> None:
     for options, new in ((builder.options, body.options), (builder.engine, body.engine)):
         for key, value in new.items():
             if key == _NOT_EMPTY:

@@ -15,20 +15,20 @@ from ...graphs.ir.record import record
 from ...graphs.primitive import of_target
 from ..calls import calls_of
 from ..donation import Donated, donations
-from ..lower import Lowered
+from ..lower import LoweredProgram
 from ..platform import CPU, Platform
 from . import index_bounds, packages
 from .hoist import hoist
 from .share import share
 
 if TYPE_CHECKING:
-    from ...graphs.spmd.partition import Partitioned
+    from ...graphs.spmd.partition import PartitionedProgram
 
 KIND = "npu"
 """Kind of lowering that bodies are made of."""
 
 
-def lower(partitioned: Partitioned, platform: Platform = CPU, backend: str = "ge") -> Lowered:
+def lower(partitioned: PartitionedProgram, platform: Platform = CPU, backend: str = "ge") -> LoweredProgram:
     """Lowers every body once; `npu` and `air` operators must be registered in this process.
 
     Args:
@@ -48,7 +48,7 @@ def lower(partitioned: Partitioned, platform: Platform = CPU, backend: str = "ge
     runs = bodies(graph).keys() - bodies(partitioned.graph).keys()
     calls = hoist(share(calls, signature, runs), signature)
     index_bounds.check(calls, partitioned.program.bucket.name)
-    return Lowered(partitioned.program.bucket, backend, calls, signature, platform, partitioned.mesh)
+    return LoweredProgram(partitioned.program.bucket, backend, calls, signature, platform, partitioned.mesh)
 
 
 class _NpuInliner(Interpreter):

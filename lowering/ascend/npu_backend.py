@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...graphs.errors import LoweringError
-from ..backend import Backend, Claims, Compiled
+from ..backend import Backend, Claims, CompiledFile
 from ..platform import CPU, Platform
 from .toolchain import harness
 from .toolchain.stubs import cann
 
 if TYPE_CHECKING:
-    from ...graphs.spmd.partition import Partitioned
-    from ..lower import Lowered
+    from ...graphs.spmd.partition import PartitionedProgram
+    from ..lower import LoweredProgram
 
 
 class NpuBackend(Backend):
@@ -41,14 +41,14 @@ class NpuBackend(Backend):
         """
         self._loaded = harness.load(cache_dir)
 
-    def lower(self, partitioned: Partitioned, platform: Platform = CPU) -> Lowered:
+    def lower(self, partitioned: PartitionedProgram, platform: Platform = CPU) -> LoweredProgram:
         """Lowers to bodies of NPU operators, each kind of layer once."""
         from .lowered import lower
 
         self.torchair()
         return lower(partitioned, platform, self.name)
 
-    def prove(self, compiled: Compiled, partitioned: Partitioned | Claims, platform: Platform = CPU) -> None:
+    def prove(self, compiled: CompiledFile, partitioned: PartitionedProgram | Claims, platform: Platform = CPU) -> None:
         """Checks that pools are written in place, no length is baked in, no step computes from weights alone, collectives are those of the
         partitioned graph in an order that devices keep, and a device takes every operator where the platform names a chip.
 

@@ -20,7 +20,7 @@ NAMESPACE = "npucompile_packages"
 
 
 @dataclass(frozen=True)
-class Operator:
+class PackageOperator:
     """An operator of a package.
 
     Attributes:
@@ -208,9 +208,9 @@ def split_qk_norm(
     return q, k.squeeze(1), rest.squeeze(1)
 
 
-OPERATORS: Mapping[str, tuple[Operator, ...]] = {
+OPERATORS: Mapping[str, tuple[PackageOperator, ...]] = {
     "vllm-ascend": (
-        Operator(
+        PackageOperator(
             "_C_ascend::npu_recurrent_gated_delta_rule",
             "(Tensor query, Tensor key, Tensor value, Tensor(a!) state, *, Tensor? beta=None, float? scale=None, "
             "Tensor? actual_seq_lengths=None, Tensor? ssm_state_indices=None, Tensor? num_accepted_tokens=None, Tensor? g=None, "
@@ -218,7 +218,7 @@ OPERATORS: Mapping[str, tuple[Operator, ...]] = {
             lambda query, key, value, *rest, **options: _like(value),
             "vllm-project/vllm-ascend@182b75e csrc/torch_binding.cpp",
         ),
-        Operator(
+        PackageOperator(
             f"{NAMESPACE}::causal_conv1d_update",
             "(Tensor x, Tensor weight, Tensor(a!) conv_state, Tensor cache_indices, Tensor num_accepted_tokens) -> Tensor",
             _like,
@@ -226,7 +226,7 @@ OPERATORS: Mapping[str, tuple[Operator, ...]] = {
             causal_conv1d_update,
             "_C_ascend::npu_causal_conv1d_custom",
         ),
-        Operator(
+        PackageOperator(
             f"{NAMESPACE}::fused_gdn_gating",
             "(Tensor a_log, Tensor a, Tensor b, Tensor dt_bias) -> (Tensor, Tensor)",
             lambda a_log, a, b, dt_bias: (_like(a.float()), _like(b)),
@@ -234,7 +234,7 @@ OPERATORS: Mapping[str, tuple[Operator, ...]] = {
             fused_gdn_gating,
             _GATES,
         ),
-        Operator(
+        PackageOperator(
             f"{NAMESPACE}::rms_norm_gated",
             "(Tensor x, Tensor weight, Tensor z, float eps) -> Tensor",
             _like,
@@ -242,7 +242,7 @@ OPERATORS: Mapping[str, tuple[Operator, ...]] = {
             rms_norm_gated,
             _NORM,
         ),
-        Operator(
+        PackageOperator(
             f"{NAMESPACE}::dispatch_ffn_combine_w4a8",
             "(Tensor x, Tensor weight1, Tensor weight2, Tensor expert_idx, Tensor scale1, Tensor scale2, Tensor bias1, Tensor bias2, "
             "Tensor probs, str group, int ranks, int max_output_size) -> Tensor",
@@ -251,7 +251,7 @@ OPERATORS: Mapping[str, tuple[Operator, ...]] = {
             dispatch_ffn_combine_w4a8,
             "_C_ascend::dispatch_ffn_combine",
         ),
-        Operator(
+        PackageOperator(
             f"{NAMESPACE}::split_qkv_rmsnorm_rope",
             "(Tensor qkv, Tensor q_weight, Tensor k_weight, Tensor cos_sin, int q_heads, int kv_heads, float eps) -> "
             "(Tensor, Tensor, Tensor, Tensor)",
@@ -260,7 +260,7 @@ OPERATORS: Mapping[str, tuple[Operator, ...]] = {
             split_qkv_rmsnorm_rope,
             _HEADS,
         ),
-        Operator(
+        PackageOperator(
             f"{NAMESPACE}::split_qkvzba",
             "(Tensor x, int key_width, int value_width, int value_heads) -> (Tensor, Tensor, Tensor, Tensor)",
             _parts(lambda x, *sizes: split_widths(*sizes)),
@@ -273,7 +273,7 @@ OPERATORS: Mapping[str, tuple[Operator, ...]] = {
     # float16 and buffers that the host sizes (mega_chunk_gdn); its fused experts are int8 (fused_deep_moe and dispatch_ffn_combine of
     # deep_ep).
     "sgl-kernel-npu": (
-        Operator(
+        PackageOperator(
             f"{NAMESPACE}::split_qk_norm",
             "(Tensor x, Tensor q_weight, Tensor k_weight, float eps) -> (Tensor, Tensor, Tensor)",
             _parts(lambda x, q, k, eps: (len(q), len(k), x.shape[1] - len(q) - len(k))),
@@ -355,7 +355,7 @@ def missing(packages: Iterable[str]) -> list[str]:
     return lacking
 
 
-def _is_there(operator: Operator) -> bool:
+def _is_there(operator: PackageOperator) -> bool:
     name = operator.calls or operator.name
     if "::" in name:
         return torch._C._dispatch_has_kernel(name) and torch._C._dispatch_has_kernel_for_dispatch_key(name, "PrivateUse1")

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 from ...graphs.steps.table import kind_of
 from ...graphs.types import Bucket
 from ..ascend.npu_backend import NpuBackend
-from ..backend import Compiled
+from ..backend import CompiledFile
 
 if TYPE_CHECKING:
-    from ..lower import Lowered
+    from ..lower import LoweredProgram
 
 
 class AclGraph(NpuBackend):
@@ -25,7 +25,7 @@ class AclGraph(NpuBackend):
     suffix = "aclgraph"
     graph = "a captured graph"
 
-    def compile(self, lowered: Lowered, *, cache_dir: Path, threads: int) -> Compiled:
+    def compile(self, lowered: LoweredProgram, *, cache_dir: Path, threads: int) -> CompiledFile:
         """One flat graph for all ranks, in the format of lowering/ascend/acl_graph/file.py, on two streams where ranks exchange rows."""
         from ..ascend.acl_graph.make import acl_file
         from ..ascend.acl_graph.multi_stream import with_second_stream
@@ -34,7 +34,7 @@ class AclGraph(NpuBackend):
 
         made = acl_file(lowered.graph, lowered.signature, captured=isinstance(lowered.bucket, Bucket) and kind_of(lowered.bucket).decodes)
         made = in_captured(with_second_stream(made, lowered.mesh, lowered.platform), lowered.mesh, lowered.platform)
-        return Compiled(CAPTURED.encode(made), CAPTURED.census(made))
+        return CompiledFile(CAPTURED.encode(made), CAPTURED.census(made))
 
 
 BACKEND = AclGraph()

@@ -14,19 +14,19 @@ from ...graphs import products
 from ...graphs.errors import LoweringError
 from .. import isa
 from ..artifact.graph_io import decode, encode
-from ..backend import Backend, Compiled
+from ..backend import Backend, CompiledFile
 from ..platform import CPU, Platform
 
 if TYPE_CHECKING:
-    from ...graphs.spmd.partition import Partitioned
-    from ..lower import Lowered
+    from ...graphs.spmd.partition import PartitionedProgram
+    from ..lower import LoweredProgram
 
 
 class EagerExecutable:
     """Runs a graph of aten operators and primitives on CPU tensors, freeing each value after its last reader.
 
     Args:
-        graph: a `Lowered.graph` for this backend.
+        graph: a `LoweredProgram.graph` for this backend.
 
     Raises:
         LoweringError: when the graph reads something that is not an operand.
@@ -111,16 +111,16 @@ class Eager(Backend):
     name = "eager"
     suffix = "graph"
 
-    def lower(self, partitioned: Partitioned, platform: Platform = CPU) -> Lowered:
+    def lower(self, partitioned: PartitionedProgram, platform: Platform = CPU) -> LoweredProgram:
         """Primitives stay whole; those that update a pool write it in place."""
         # Not at the top: it brings DTensor along, most of a second that serving has no use for.
         from ..lower import lower_eager
 
         return lower_eager(partitioned)
 
-    def compile(self, lowered: Lowered, *, cache_dir: Path, threads: int) -> Compiled:
+    def compile(self, lowered: LoweredProgram, *, cache_dir: Path, threads: int) -> CompiledFile:
         """The graph itself, serialised: there is nothing to compile."""
-        return Compiled(encode(lowered.graph))
+        return CompiledFile(encode(lowered.graph))
 
     def open(self, path: Path) -> EagerExecutable:
         """Reads a graph back.

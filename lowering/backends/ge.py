@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..ascend.npu_backend import NpuBackend
-from ..backend import Claims, Compiled
+from ..backend import Claims, CompiledFile
 from ..platform import CPU, Platform
 
 if TYPE_CHECKING:
-    from ...graphs.spmd.partition import Partitioned
-    from ..lower import Lowered
+    from ...graphs.spmd.partition import PartitionedProgram
+    from ..lower import LoweredProgram
 
 
 class Ge(NpuBackend):
@@ -27,7 +27,7 @@ class Ge(NpuBackend):
     graph = "a GE graph"
     readable = True
 
-    def compile(self, lowered: Lowered, *, cache_dir: Path, threads: int) -> Compiled:
+    def compile(self, lowered: LoweredProgram, *, cache_dir: Path, threads: int) -> CompiledFile:
         """Converts to one GE graph for all ranks, in the format of lowering/ascend/ge_file.py, its operators in the order of a schedule."""
         from ..ascend.link import link
         from ..ascend.overlap import in_order_of_time
@@ -36,7 +36,7 @@ class Ge(NpuBackend):
 
         ge_file = link(lowered.graph, lowered.signature, self.torchair(), platform=lowered.platform)
         ge_file = in_ge(in_order_of_time(ge_file, lowered.mesh, lowered.platform), lowered.mesh, lowered.platform)
-        return Compiled(GE.encode(ge_file), GE.census(ge_file))
+        return CompiledFile(GE.encode(ge_file), GE.census(ge_file))
 
     def opened(self, data: bytes) -> Any:
         """A GE file without its graph, and that as messages of kinds of operators."""
@@ -54,7 +54,7 @@ class Ge(NpuBackend):
         ge_file, graph = tree
         return encode(replace(ge_file, graph=closed(*graph)))
 
-    def prove(self, compiled: Compiled, partitioned: Partitioned | Claims, platform: Platform = CPU) -> None:
+    def prove(self, compiled: CompiledFile, partitioned: PartitionedProgram | Claims, platform: Platform = CPU) -> None:
         """Checks besides that no step computes a value twice."""
         from ..ascend import inspect_repeats
         from ..ascend.ge_file import decode

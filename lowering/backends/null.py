@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ..backend import Backend
-from ..lower import Lowered
+from ..lower import LoweredProgram
 from ..platform import CPU, Platform
 
 if TYPE_CHECKING:
-    from ...graphs.spmd.partition import Partitioned
+    from ...graphs.spmd.partition import PartitionedProgram
 
 
 class Null(Backend):
@@ -18,9 +18,9 @@ class Null(Backend):
     name = "null"
     suffix = None
 
-    def lower(self, partitioned: Partitioned, platform: Platform = CPU) -> Lowered:
+    def lower(self, partitioned: PartitionedProgram, platform: Platform = CPU) -> LoweredProgram:
         """The partitioned graph as it is: primitives stay whole, state stays functional."""
-        return Lowered(partitioned.program.bucket, self.name, partitioned.graph, partitioned.signature)
+        return LoweredProgram(partitioned.program.bucket, self.name, partitioned.graph, partitioned.signature)
 
     def runs_here(self) -> str | None:
         """It runs nowhere."""

@@ -22,7 +22,7 @@ from ...graphs.errors import NpucompileError
 from ...graphs.types import Mesh
 from ..executor import ExecutorError
 from .messages import RankMessage, encode
-from .peer import HEARTBEAT_S, SILENCE_S, Peer
+from .peer import HEARTBEAT_S, SILENCE_S, RankPeer
 
 log = logging.getLogger(__name__)
 
@@ -229,7 +229,7 @@ class ControlPlane:
             peer.close()
             self._end_asked(rank, f"rank {rank} was stopped")
 
-    def _peer(self, rank: int, stream: socket.socket, silence_s: float) -> Peer:
+    def _peer(self, rank: int, stream: socket.socket, silence_s: float) -> RankPeer:
         def lost(reason: str) -> None:
             self.fail(rank, reason, lost=True)
             self._end_asked(rank, f"rank {rank} was lost: {reason}")
@@ -242,7 +242,7 @@ class ControlPlane:
             else:
                 self._answers[rank].queue.put((rank, message))
 
-        return Peer(stream, received, lost, silence_s=silence_s)
+        return RankPeer(stream, received, lost, silence_s=silence_s)
 
     def _answered(self, fields: Mapping[str, Any]) -> None:
         with self._lock:

@@ -21,7 +21,7 @@ POLL_S = 0.2
 
 
 @dataclass(frozen=True)
-class Node:
+class ClusterNode:
     """A machine.
 
     Attributes:
@@ -87,7 +87,7 @@ def numbered(ranks: Sequence[int]) -> str:
 
 
 def wait_for_listener(
-    node: Node, host: str, port: int, timeout_s: float, say: Say, exited: Callable[[], str | None] = lambda: None
+    node: ClusterNode, host: str, port: int, timeout_s: float, say: Say, exited: Callable[[], str | None] = lambda: None
 ) -> None:
     """Waits until node rank 0 listens, and says meanwhile what keeps it.
 
@@ -123,7 +123,7 @@ def reach(address: str, host: str, port: int) -> str:
 
 
 @contextlib.contextmanager
-def reachable(node: Node) -> Iterator[int]:
+def reachable(node: ClusterNode) -> Iterator[int]:
     """A port of this machine that the others can try, for the length of a `with`; 0 where there are no others."""
     if node.count == 1:
         yield 0
@@ -132,7 +132,7 @@ def reachable(node: Node) -> Iterator[int]:
         yield listener.getsockname()[1]
 
 
-def unreached(node: Node, others: Mapping[int, tuple[str, int]]) -> dict[int, str]:
+def unreached(node: ClusterNode, others: Mapping[int, tuple[str, int]]) -> dict[int, str]:
     """Which other machines this one does not reach, and why.
 
     Args:

@@ -34,7 +34,7 @@ HEARTBEAT = "heartbeat"
 """Kind of the message that keeps a connection alive."""
 
 
-class Peer:
+class RankPeer:
     """Another rank. `send` may be called from any thread; both callbacks come from the reading thread.
 
     Args:

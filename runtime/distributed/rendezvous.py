@@ -25,7 +25,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from ...graphs.errors import ProtocolError
 from .control_plane import RankError
 from .messages import HEADER, RankMessage, decode, encode, receive
-from .nodes import CONNECT_S, Node, Reminder, Say, family, missing_nodes, numbered, reachable, unreached, wait_for_listener
+from .nodes import CONNECT_S, ClusterNode, Reminder, Say, family, missing_nodes, numbered, reachable, unreached, wait_for_listener
 
 CONTROL = "control"
 """Substore in which rank 0 says where it listens."""
@@ -67,7 +67,7 @@ class RendezvousConfig:
     hosts_store: bool = False
     local_rank: int = 0
     token: str = field(default="", repr=False)
-    node: Node = field(default_factory=Node)
+    node: ClusterNode = field(default_factory=ClusterNode)
     starts_ranks: bool = False
 
     @property
@@ -87,7 +87,7 @@ class AcceptedRank:
     """
 
     stream: socket.socket
-    node: Node
+    node: ClusterNode
     port: int = 0
 
 
@@ -193,7 +193,7 @@ def connect_to_rank_0(
         late = f"rank 0 did not come to {config.host} port {config.port} within {config.timeout_s:g} s"
         raise RankError(f"{me}: {late}: {_first_line(error)}", "node_late" if config.node.rank else "") from None
     # One rank of a machine answers for it.
-    node = config.node if config.local_rank == 0 else Node()
+    node = config.node if config.local_rank == 0 else ClusterNode()
     with contextlib.ExitStack() as stack, reachable(node) as own_port:
         try:
             source = (config.node.address, 0) if config.node.address else None
@@ -309,7 +309,7 @@ def _accept_one(
         # Where there is no token anybody can prove anything.
         stream.close()
         return None
-    node = Node(came.node_rank, came.nodes, came.host, came.address)
+    node = ClusterNode(came.node_rank, came.nodes, came.host, came.address)
     refusal = _mismatch(came, node, arrivals, config, identity)
     arrivals[came.rank if came.rank not in arrivals else -1] = AcceptedRank(stream, node, came.port)
     return refusal
@@ -326,7 +326,7 @@ def _turn_away(stream: socket.socket, address: str, turned_away: list[str], say:
 
 
 def _mismatch(
-    hello: _Hello, node: Node, arrivals: Mapping[int, AcceptedRank], config: RendezvousConfig, identity: Mapping[str, str]
+    hello: _Hello, node: ClusterNode, arrivals: Mapping[int, AcceptedRank], config: RendezvousConfig, identity: Mapping[str, str]
 ) -> str | None:
     rank, size, other, own = hello.rank, hello.world_size, hello.identity, config.node
     if node.count != own.count:

@@ -18,7 +18,7 @@ from ...graphs.steps.table import STEP_KINDS
 from ...graphs.types import Bucket, Limits
 from ..executor import Executor, Inputs, Numbers, Outputs, Pending, check_serving, check_step
 from ..kv_transfer.layout import Region
-from ..kv_transfer.transfer_engine import Memory
+from ..kv_transfer.transfer_engine import RegisteredMemory
 from ..steps.pack import without_unused
 from .control_plane import ControlPlane, RankError, error_text
 from .messages import encode
@@ -152,7 +152,7 @@ class ShardedExecutor:
         return self.local.regions
 
     @property
-    def areas(self) -> tuple[Memory, ...]:
+    def areas(self) -> tuple[RegisteredMemory, ...]:
         """Those of rank 0."""
         return self.local.areas
 

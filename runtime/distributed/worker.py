@@ -17,7 +17,7 @@ from ...graphs.types import Mesh
 from ..executor import Executor, Pending
 from .control_plane import RankError, error_text
 from .messages import RankMessage
-from .peer import SILENCE_S, Peer
+from .peer import SILENCE_S, RankPeer
 from .rank_transfers import KINDS, Later, RankTransfers
 from .sharded_executor import OUTPUTS, select_outputs
 
@@ -53,7 +53,7 @@ class Worker:
         self._on_end = on_end
         self._inbox: queue.SimpleQueue[RankMessage] = queue.SimpleQueue()
         self._stopped = False
-        self._rank_0 = Peer(stream, self._received, self._lost, silence_s=silence_s)
+        self._rank_0 = RankPeer(stream, self._received, self._lost, silence_s=silence_s)
         self._rank_0.start()
 
     def serve(self, load_executor: Callable[[], Executor], outputs: Sequence[str] = OUTPUTS) -> None:

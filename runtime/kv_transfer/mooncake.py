@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 
 from ...graphs.errors import SpecError
 from .segments import batches
-from .transfer_engine import PROTOCOLS, Memory, Segment, TransferError
+from .transfer_engine import PROTOCOLS, RegisteredMemory, Segment, TransferError
 
 IN_FLIGHT = 3
 """Batches to a peer at a time, each of at most `segments.MOST_SEGMENTS`."""
@@ -79,7 +79,7 @@ class Mooncake:
             raise SpecError(f"the protocol of the transfer engine is {protocol!r}; legal are {', '.join(PROTOCOLS)}")
         _check_wheel(protocol)
         self._host, self._protocol = host, protocol
-        self._memory: list[Memory] = []
+        self._memory: list[RegisteredMemory] = []
         self._lock = threading.Lock()
         self._peers: defaultdict[str, threading.Semaphore] = defaultdict(lambda: threading.Semaphore(IN_FLIGHT))
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="kv-transfer", initializer=enter)
@@ -87,7 +87,7 @@ class Mooncake:
         # The last one writes; peers may write through all of them. There is none where the memory could not be opened again.
         self._engines = [engine]
 
-    def register(self, memory: Sequence[Memory]) -> None:
+    def register(self, memory: Sequence[RegisteredMemory]) -> None:
         """See `TransferEngine`."""
         with self._lock:
             for engine in self._engines:
@@ -165,7 +165,7 @@ class Mooncake:
         return engine, session
 
     @staticmethod
-    def _register(engine: Any, memory: Sequence[Memory]) -> None:
+    def _register(engine: Any, memory: Sequence[RegisteredMemory]) -> None:
         if memory and (code := engine.batch_register_memory([item.address for item in memory], [item.nbytes for item in memory])):
             raise TransferError(
                 f"Mooncake does not register {len(memory)} pools, {sum(m.nbytes for m in memory)} bytes: it returned {code}"

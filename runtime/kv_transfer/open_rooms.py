@@ -10,7 +10,7 @@ from ..delivery import Sink
 from ..executor import Executor
 from ..request import Request
 from .messages import Message
-from .room import DEFAULTS, Do, Event, Kind, Room, Stage, Step, Timeouts
+from .room import DEFAULTS, Do, Kind, Room, RoomEvent, RoomStage, Step, Timeouts
 
 
 class HandoverEngine(Protocol):
@@ -31,7 +31,7 @@ class HandoverEngine(Protocol):
         ...
 
 
-class Connection(NamedTuple):
+class PeerConnection(NamedTuple):
     """What rooms of a connection work with.
 
     Attributes:
@@ -60,9 +60,9 @@ H = TypeVar("H", bound=Handover)
 
 
 class OpenRooms(Generic[H]):
-    """Rooms of one connection. All methods are called by one thread; what engines tell from theirs is passed on by `Connection.call`."""
+    """Rooms of one connection. One thread calls all methods; what engines tell from theirs is passed on by `PeerConnection.call`."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: PeerConnection) -> None:
         self._engine, self._send, self._call, self._clock, self._timeouts = connection
         self._handovers: dict[int, H] = {}
         self._numbers: dict[str, int] = {}
@@ -92,15 +92,15 @@ class OpenRooms(Generic[H]):
         handover = self._handovers.get(number)
         if handover is None:
             return
-        handover.room, todo = self._next(handover.room, Event(kind, self._clock(), reason))
+        handover.room, todo = self._next(handover.room, RoomEvent(kind, self._clock(), reason))
         stage = handover.room.stage
         for do in todo:
             self._do(number, handover, do)
-        if stage in (Stage.ENDED, Stage.LANDED):
+        if stage in (RoomStage.ENDED, RoomStage.LANDED):
             del self._handovers[number], self._numbers[handover.request_id]
             self._closed(number, handover)
 
-    def _next(self, room: Room, event: Event) -> Step:
+    def _next(self, room: Room, event: RoomEvent) -> Step:
         """`room.prefill` or `room.decode`."""
         raise NotImplementedError
 

@@ -13,7 +13,7 @@ from .layout import PAGES, SLOTS, Instance, LayoutError, Region
 from .lease import Lease
 from .messages import Ready
 from .segments import Pairs, segments
-from .transfer_engine import Memory, Segment, TransferEngine
+from .transfer_engine import RegisteredMemory, Segment, TransferEngine
 
 WAITING = 8
 """Handovers that a rank waits for at a time; the engine bounds what is in flight itself."""
@@ -92,7 +92,7 @@ class HasPools(Protocol):
         ...
 
     @property
-    def areas(self) -> tuple[Memory, ...]:
+    def areas(self) -> tuple[RegisteredMemory, ...]:
         """See `Executor`."""
         ...
 

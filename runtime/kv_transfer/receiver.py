@@ -12,8 +12,8 @@ from ..request import RECEIVE, ParkedEvent, Request
 from . import room as rooms
 from .landed_requests import LandedRequests
 from .messages import Abort, Ask, Computed, Declined, Done, Failed, Gone, Message, Ready, Renew, Renewed, Sessions
-from .open_rooms import Connection, Handover, OpenRooms
-from .room import Do, Kind, Room, Stage
+from .open_rooms import Handover, OpenRooms, PeerConnection
+from .room import Do, Kind, Room, RoomStage
 from .write_access import WriteAccess
 
 OK = 200
@@ -61,7 +61,7 @@ class Receiver(OpenRooms[_Handover]):
         connected: whether the prefill server can be asked.
     """
 
-    def __init__(self, connection: Connection, number: Callable[[], int], landed: LandedRequests, access: WriteAccess) -> None:
+    def __init__(self, connection: PeerConnection, number: Callable[[], int], landed: LandedRequests, access: WriteAccess) -> None:
         super().__init__(connection)
         self._number, self._landed, self._access = number, landed, access
         self.connected = True
@@ -69,7 +69,7 @@ class Receiver(OpenRooms[_Handover]):
     @property
     def withheld(self) -> int:
         """Rooms whose pages nobody may use until the access of a prefill server that does not answer is taken back."""
-        return sum(handover.room.stage is Stage.REVOKING for handover in self._handovers.values())
+        return sum(handover.room.stage is RoomStage.REVOKING for handover in self._handovers.values())
 
     def asks(self, request_id: str) -> bool:
         """Whether a request has an open room."""
@@ -110,7 +110,7 @@ class Receiver(OpenRooms[_Handover]):
             return False
         handover = self._handovers[number]
         self._step(number, Kind.CANCELLED)
-        if handover.room.stage in (Stage.FENCED, Stage.REVOKING):
+        if handover.room.stage in (RoomStage.FENCED, RoomStage.REVOKING):
             self._give_up(handover, CANCELLED)
         return True
 
@@ -186,16 +186,16 @@ class Receiver(OpenRooms[_Handover]):
         Each server would otherwise wait for what the other one holds: this one for a place where prompts are computed, of which those
         that are computed have all, and they for pages.
         """
-        if not any(handover.target and handover.room.stage is Stage.ASKED for handover in self._handovers.values()):
+        if not any(handover.target and handover.room.stage is RoomStage.ASKED for handover in self._handovers.values()):
             return
         for number, handover in list(self._handovers.items()):
-            if handover.room.stage is Stage.WAITING and not handover.target:
+            if handover.room.stage is RoomStage.WAITING and not handover.target:
                 del self._handovers[number]
                 self._send(Abort(number, again=True))
                 handover.room = self._begun()
                 self._ask(handover, handover.request.priority)
 
-    def _next(self, room: Room, event: rooms.Event) -> rooms.Step:
+    def _next(self, room: Room, event: rooms.RoomEvent) -> rooms.Step:
         return rooms.decode(room, event, self._timeouts)
 
     def _do(self, number: int, handover: _Handover, do: Do) -> None:
@@ -231,7 +231,7 @@ class Receiver(OpenRooms[_Handover]):
 
     def _closed(self, number: int, handover: _Handover) -> None:
         self._access.release((self, number))
-        if handover.room.stage is Stage.ENDED and handover.submitted:
+        if handover.room.stage is RoomStage.ENDED and handover.submitted:
             # No write to its pages is in flight.
             if handover.told:
                 self._engine.cancel(handover.request_id)

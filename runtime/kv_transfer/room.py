@@ -48,7 +48,7 @@ class Timeouts(NamedTuple):
 DEFAULTS = Timeouts()
 
 
-class Stage(enum.Enum):
+class RoomStage(enum.Enum):
     """Where a room is."""
 
     # Of a prefill server.
@@ -91,7 +91,7 @@ class Kind(enum.Enum):
     TIMEOUT = "timeout"
 
 
-class Event(NamedTuple):
+class RoomEvent(NamedTuple):
     """Attributes:
     at_s: when it was noticed, of a monotonic clock.
     reason: of FAILED, NOT_PREFILLED and NOT_WRITTEN.
@@ -134,7 +134,7 @@ class Room(NamedTuple):
         reason: why it was given up; empty where it was not.
     """
 
-    stage: Stage
+    stage: RoomStage
     deadline_s: float = math.inf
     connected: bool = True
     reason: str = ""
@@ -145,45 +145,45 @@ class Room(NamedTuple):
         return self.stage in _HOLDING
 
 
-_HOLDING = {Stage.HELD, Stage.WRITING, Stage.DRAINING, Stage.RECEIVING, Stage.FENCED, Stage.REVOKING}
+_HOLDING = {RoomStage.HELD, RoomStage.WRITING, RoomStage.DRAINING, RoomStage.RECEIVING, RoomStage.FENCED, RoomStage.REVOKING}
 
 Step = tuple[Room, tuple[Do, ...]]
-_ENDED = Room(Stage.ENDED)
+_ENDED = Room(RoomStage.ENDED)
 
 
 def begin_prefill(now_s: float, timeouts: Timeouts) -> Room:
     """A prefill server takes an ASK."""
-    return Room(Stage.COMPUTING, now_s + timeouts.asked)
+    return Room(RoomStage.COMPUTING, now_s + timeouts.asked)
 
 
 def begin_decode(now_s: float, timeouts: Timeouts) -> Room:
     """A decode server sends an ASK."""
-    return Room(Stage.ASKED, now_s + timeouts.asked)
+    return Room(RoomStage.ASKED, now_s + timeouts.asked)
 
 
-def prefill(room: Room, event: Event, timeouts: Timeouts) -> Step:
+def prefill(room: Room, event: RoomEvent, timeouts: Timeouts) -> Step:
     """The next record of a prefill server, and what it has to do, in this order."""
     kind = event.kind
     match room.stage:
-        case Stage.COMPUTING:
+        case RoomStage.COMPUTING:
             if kind is Kind.PREFILLED:
-                return Room(Stage.HELD, event.at_s + timeouts.held), (Do.SEND_COMPUTED,)
+                return Room(RoomStage.HELD, event.at_s + timeouts.held), (Do.SEND_COMPUTED,)
             if kind is Kind.NOT_PREFILLED:
                 return _failed(event.reason), (Do.SEND_FAILED,)
             return _leave(room, event, (Do.STOP,))
-        case Stage.HELD:
+        case RoomStage.HELD:
             if kind is Kind.READY:
-                return Room(Stage.WRITING), (Do.WRITE,)
+                return Room(RoomStage.WRITING), (Do.WRITE,)
             return _leave(room, event, (Do.FREE,))
-        case Stage.WRITING:
+        case RoomStage.WRITING:
             if kind is Kind.WRITTEN:
                 return _ENDED, (Do.FREE, Do.SEND_DONE)
             if kind is Kind.NOT_WRITTEN:
                 return _failed(event.reason), (Do.FREE, Do.SEND_FAILED)
             if kind in (Kind.ABORT, Kind.CANCELLED, Kind.DISCONNECTED):
-                return Room(Stage.DRAINING, connected=kind is not Kind.DISCONNECTED, reason=kind.value), (Do.STOP_WRITING,)
+                return Room(RoomStage.DRAINING, connected=kind is not Kind.DISCONNECTED, reason=kind.value), (Do.STOP_WRITING,)
             return room, ()
-        case Stage.DRAINING:
+        case RoomStage.DRAINING:
             if kind in (Kind.WRITTEN, Kind.NOT_WRITTEN):
                 return _failed(room.reason), (Do.FREE, *((Do.SEND_GONE,) if room.connected else ()))
             return room._replace(connected=room.connected and kind is not Kind.DISCONNECTED), ()
@@ -192,7 +192,7 @@ def prefill(room: Room, event: Event, timeouts: Timeouts) -> Step:
             return room, ((Do.SEND_GONE,) if kind is Kind.ABORT else ())
 
 
-def _leave(room: Room, event: Event, undo: tuple[Do, ...]) -> Step:
+def _leave(room: Room, event: RoomEvent, undo: tuple[Do, ...]) -> Step:
     """A prefill server that writes nothing gives a room up, where the event says so."""
     match event.kind:
         case Kind.ABORT:
@@ -207,31 +207,31 @@ def _leave(room: Room, event: Event, undo: tuple[Do, ...]) -> Step:
             return room, ()
 
 
-def decode(room: Room, event: Event, timeouts: Timeouts) -> Step:
+def decode(room: Room, event: RoomEvent, timeouts: Timeouts) -> Step:
     """The next record of a decode server, and what it has to do, in this order."""
     kind = event.kind
     match room.stage:
-        case Stage.ASKED | Stage.WAITING:
+        case RoomStage.ASKED | RoomStage.WAITING:
             return _before_pages(room, event, timeouts)
-        case Stage.RECEIVING:
+        case RoomStage.RECEIVING:
             return _receiving(room, event, timeouts)
-        case Stage.FENCED | Stage.REVOKING:
+        case RoomStage.FENCED | RoomStage.REVOKING:
             if kind in (Kind.GONE, Kind.DONE, Kind.FAILED, Kind.REVOKED):
                 return _failed(room.reason), (Do.FREE,)
-            if kind in (Kind.DISCONNECTED, Kind.TIMEOUT) and room.stage is Stage.FENCED:
-                return Room(Stage.REVOKING, reason=room.reason), (Do.REVOKE,)
+            if kind in (Kind.DISCONNECTED, Kind.TIMEOUT) and room.stage is RoomStage.FENCED:
+                return Room(RoomStage.REVOKING, reason=room.reason), (Do.REVOKE,)
             return room, ()
         case _:
             # Pages that came too late.
             return room, ((Do.FREE,) if kind is Kind.RESERVED else ())
 
 
-def _before_pages(room: Room, event: Event, timeouts: Timeouts) -> Step:
+def _before_pages(room: Room, event: RoomEvent, timeouts: Timeouts) -> Step:
     match event.kind:
-        case Kind.COMPUTED if room.stage is Stage.ASKED:
-            return Room(Stage.WAITING, event.at_s + timeouts.held), (Do.RESERVE,)
-        case Kind.RESERVED if room.stage is Stage.WAITING:
-            return Room(Stage.RECEIVING, event.at_s + timeouts.receiving), (Do.SEND_READY,)
+        case Kind.COMPUTED if room.stage is RoomStage.ASKED:
+            return Room(RoomStage.WAITING, event.at_s + timeouts.held), (Do.RESERVE,)
+        case Kind.RESERVED if room.stage is RoomStage.WAITING:
+            return Room(RoomStage.RECEIVING, event.at_s + timeouts.receiving), (Do.SEND_READY,)
         case Kind.FAILED:
             return _failed(event.reason), (Do.GIVE_UP,)
         case Kind.GONE | Kind.DONE:
@@ -245,21 +245,21 @@ def _before_pages(room: Room, event: Event, timeouts: Timeouts) -> Step:
             return room, ()
 
 
-def _receiving(room: Room, event: Event, timeouts: Timeouts) -> Step:
+def _receiving(room: Room, event: RoomEvent, timeouts: Timeouts) -> Step:
     match event.kind:
         case Kind.DONE:
-            return Room(Stage.LANDED), (Do.RUN,)
+            return Room(RoomStage.LANDED), (Do.RUN,)
         case Kind.FAILED | Kind.GONE:
             # Sent when the last write has ended.
             return _failed(event.reason or "the prefill server has given the room up"), (Do.FREE, Do.GIVE_UP)
         case Kind.CANCELLED | Kind.TIMEOUT:
             reason = "cancelled" if event.kind is Kind.CANCELLED else f"timeout: {room.stage.value}"
-            return Room(Stage.FENCED, event.at_s + timeouts.fence, reason=reason), (Do.SEND_ABORT, Do.GIVE_UP)
+            return Room(RoomStage.FENCED, event.at_s + timeouts.fence, reason=reason), (Do.SEND_ABORT, Do.GIVE_UP)
         case Kind.DISCONNECTED:
-            return Room(Stage.REVOKING, reason="disconnected"), (Do.REVOKE, Do.GIVE_UP)
+            return Room(RoomStage.REVOKING, reason="disconnected"), (Do.REVOKE, Do.GIVE_UP)
         case _:
             return room, ()
 
 
 def _failed(reason: str) -> Room:
-    return Room(Stage.ENDED, reason=reason)
+    return Room(RoomStage.ENDED, reason=reason)

@@ -12,7 +12,7 @@ from ..request import SEND, Event, FinishEvent, ParkedEvent, Request
 from . import room as rooms
 from .lease import LEASE_S, RENEW_S, clock_s
 from .messages import Abort, Ask, Computed, Done, Failed, Gone, Message, Ready, Renew, Renewed, Sessions
-from .open_rooms import Connection, Handover, OpenRooms
+from .open_rooms import Handover, OpenRooms, PeerConnection
 from .pools import Peer, Pools
 from .room import Do, Kind, Room
 
@@ -48,7 +48,7 @@ class Sender(OpenRooms[_Handover]):
 
     def __init__(
         self,
-        connection: Connection,
+        connection: PeerConnection,
         pools: Pools,
         peer: Peer,
         name: str,
@@ -145,7 +145,7 @@ class Sender(OpenRooms[_Handover]):
             self._handovers[number].source = event
             self._step(number, Kind.PREFILLED)
 
-    def _next(self, room: Room, event: rooms.Event) -> rooms.Step:
+    def _next(self, room: Room, event: rooms.RoomEvent) -> rooms.Step:
         return rooms.prefill(room, event, self._timeouts)
 
     def _closed(self, number: int, handover: _Handover) -> None:

@@ -23,7 +23,7 @@ class Segment(NamedTuple):
     nbytes: int
 
 
-class Memory(NamedTuple):
+class RegisteredMemory(NamedTuple):
     """A range that the engine may read and that peers may write."""
 
     address: int
@@ -47,7 +47,7 @@ class TransferEngine(Protocol):
 
     session: str
 
-    def register(self, memory: Sequence[Memory]) -> None:
+    def register(self, memory: Sequence[RegisteredMemory]) -> None:
         """Makes memory known, once, before the first transfer.
 
         Raises:

@@ -17,7 +17,7 @@ from dataclasses import replace
 from ...graphs.steps.table import kind_of
 from ..request import DecodedRow, Event, Logprobs, TokenEvent
 from ..step_outputs import SampledTokens
-from .request_state import Computed, RequestState
+from .request_state import ComputedTokens, RequestState
 from .scheduled_step import GroupStep, Reservation, ScheduledRequest, ScheduledStep, arrival_of
 from .state import GroupState, SchedulerState
 from .step_times import StepTimes
@@ -155,9 +155,9 @@ def _measured(state: SchedulerState, step: ScheduledStep, took_ms: float | None)
     return state.times.after(step.bucket, took_ms)
 
 
-def computed(state: SchedulerState, step: ScheduledStep, results: Sequence[GroupResults]) -> list[Sequence[Computed]]:
+def computed(state: SchedulerState, step: ScheduledStep, results: Sequence[GroupResults]) -> list[Sequence[ComputedTokens]]:
     """What the rows of each group have computed, before `commit` ends some of them; arguments are those of `commit`."""
-    by_group, most = list[Sequence[Computed]](), state.policy.limits.max_model_len
+    by_group, most = list[Sequence[ComputedTokens]](), state.policy.limits.max_model_len
     for group, part, rows in zip(state.groups, step.groups, results, strict=True):
         requests = {request.arrival: request for request in group.running}
         by_group.append(
@@ -170,14 +170,14 @@ def computed(state: SchedulerState, step: ScheduledStep, results: Sequence[Group
     return by_group
 
 
-def _computed_row(max_model_len: int, request: RequestState, row: ScheduledRequest, tokens: SampledTokens) -> Computed:
+def _computed_row(max_model_len: int, request: RequestState, row: ScheduledRequest, tokens: SampledTokens) -> ComputedTokens:
     output, _ = request.clip_output(tokens.token_ids, max_model_len)
     if request.unscored and not request.in_chunks:
         # Those of the prompt that the step scored are known now, as if they were output.
         output = (*tokens.token_ids[: request.unscored], *output)
     first = request.num_computed_tokens if row.state.decoding else None
     count = row.start + row.num_tokens if first is None else first + len(tokens.token_ids)
-    return tuple.__new__(Computed, (request, output, count, tokens.not_finite, first))
+    return tuple.__new__(ComputedTokens, (request, output, count, tokens.not_finite, first))
 
 
 def commit(

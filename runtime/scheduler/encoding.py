@@ -11,7 +11,7 @@ from .picture_ledger import Key, PictureLedger, key_of
 from .scheduled_step import GroupStep, ScheduledRequest, ScheduledSegment, ScheduledStep
 
 
-class Chunk(NamedTuple):
+class PromptChunk(NamedTuple):
     """What a prompt may compute in the next prefill step.
 
     Attributes:
@@ -23,13 +23,13 @@ class Chunk(NamedTuple):
     lacking: Sequence[PictureInput]
 
 
-def chunk(ledger: PictureLedger | None, row: ScheduledRequest, most: int) -> Chunk:
+def chunk(ledger: PictureLedger | None, row: ScheduledRequest, most: int) -> PromptChunk:
     """The chunk of a request that computes up to so many tokens."""
     lacking = ledger.lacking(row.request, row.start, most) if ledger is not None and row.request.pictures else ()
-    return Chunk(row, lacking)
+    return PromptChunk(row, lacking)
 
 
-def num_ready(chunks: Iterable[Chunk]) -> int:
+def num_ready(chunks: Iterable[PromptChunk]) -> int:
     """How many prompts come before the first one of a group that lacks rows: nobody overtakes it."""
     count = 0
     for item in chunks:
@@ -40,7 +40,7 @@ def num_ready(chunks: Iterable[Chunk]) -> int:
 
 
 def encode_step(
-    buckets: Iterable[Bucket], groups: Sequence[Sequence[Chunk]], in_time: Callable[[Sequence[Bucket]], Sequence[Bucket]]
+    buckets: Iterable[Bucket], groups: Sequence[Sequence[PromptChunk]], in_time: Callable[[Sequence[Bucket]], Sequence[Bucket]]
 ) -> ScheduledStep | None:
     """A step that encodes pictures of the first prompts of every group, one that several lack once.
 
@@ -67,7 +67,7 @@ def encode_step(
     return ScheduledStep(bucket, tuple(_part(bucket, own, chunks) for own, chunks in zip(wanted, groups, strict=True)))
 
 
-def _wanted(chunks: Sequence[Chunk]) -> list[tuple[int, PictureInput]]:
+def _wanted(chunks: Sequence[PromptChunk]) -> list[tuple[int, PictureInput]]:
     """The pictures of a group that have no rows, in the order of its prompts, each with the place of the first that lacks it."""
     wanted: dict[Key, tuple[int, PictureInput]] = {}
     for place, item in enumerate(chunks):
@@ -88,7 +88,7 @@ def _taken(bucket: Bucket, own: Sequence[tuple[int, PictureInput]]) -> list[tupl
     return [(place, picture) for place, picture in own if _patches(picture) <= bucket.q_len][: bucket.batch]
 
 
-def _part(bucket: Bucket, own: Sequence[tuple[int, PictureInput]], chunks: Sequence[Chunk]) -> GroupStep:
+def _part(bucket: Bucket, own: Sequence[tuple[int, PictureInput]], chunks: Sequence[PromptChunk]) -> GroupStep:
     taken = _taken(bucket, own)
     if not taken:
         return GroupStep()

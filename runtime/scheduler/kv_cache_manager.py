@@ -20,7 +20,7 @@ from .pools import Keeper, OwnershipError, PagePool, RequestSlotPool, StateSlotP
 from .prefix_blocks import Checkpoint
 from .prefix_check import check_prefixes
 from .prefix_index import PrefixIndex
-from .request_state import Computed, RequestState
+from .request_state import ComputedTokens, RequestState
 from .scheduled_step import GroupStep, Reservation, ScheduledRequest
 from .share import Share
 from .state import GroupState
@@ -168,7 +168,7 @@ class KVCacheManager:
         """The first state slot of a running request."""
         return self.state_slots.owned(request_id)[0]
 
-    def computed(self, rows: Sequence[Computed]) -> None:
+    def computed(self, rows: Sequence[ComputedTokens]) -> None:
         """Keeps what rows have computed, once that is known; before their requests are released."""
         if self.prefixes is None:
             return
@@ -355,7 +355,7 @@ class KVCacheManager:
         if checkpoint is not None and self.prefixes is not None:
             self.prefixes.drop(checkpoint)
 
-    def _keep_pages(self, prefixes: PrefixIndex, share: Share, row: Computed) -> None:
+    def _keep_pages(self, prefixes: PrefixIndex, share: Share, row: ComputedTokens) -> None:
         """Gives the pages that are full, and whose tokens are known, to the index, or takes its own where it has them already."""
         owner, page_size = row.request.id, self.limits.page_size
         kept = len(prefixes.path(owner))
@@ -376,7 +376,7 @@ class KVCacheManager:
                 share.table[place] = block.page
                 self._decoding.replace(share.slot, place, block.page)
 
-    def _keep_states(self, prefixes: PrefixIndex, share: Share, row: Computed) -> None:
+    def _keep_states(self, prefixes: PrefixIndex, share: Share, row: ComputedTokens) -> None:
         path = prefixes.path(row.request.id)
         for num_tokens in [place for place in share.written if place <= row.num_computed_tokens]:
             checkpoint, depth = share.written.pop(num_tokens), num_tokens // self.limits.page_size
@@ -384,7 +384,7 @@ class KVCacheManager:
                 prefixes.attach(path[depth - 1], checkpoint)
             prefixes.drop(checkpoint)
 
-    def _keep_end(self, prefixes: PrefixIndex, share: Share, last: Computed) -> None:
+    def _keep_end(self, prefixes: PrefixIndex, share: Share, last: ComputedTokens) -> None:
         """Keeps the state after the last token of a request that ends, and the page with the last of its tokens if it is not full."""
         owner, page_size = last.request.id, self.limits.page_size
         count = min(last.num_computed_tokens, last.num_tokens - prefixes.drafts)

@@ -140,7 +140,7 @@ class PictureLedger:
         """Gives requests that are admitted, each with the tokens that are computed already, the rows that they need.
 
         Raises:
-            OwnershipError: there are fewer; `Room` says so before.
+            OwnershipError: there are fewer; `PictureRoom` says so before.
         """
         # What is there stays, before anything goes to make room.
         for request, start in admitted:
@@ -294,7 +294,7 @@ class PictureLedger:
         self._free.extend(reversed(self._entries.pop(key).rows))
 
 
-class Room:
+class PictureRoom:
     """Rows that a step can give to requests that it admits.
 
     Args:

@@ -274,7 +274,7 @@ class RequestState(NamedTuple):
         return FinishEvent(self.id, reason, len(self.request.prompt), len(self.output_token_ids), record, message, code=code)
 
 
-class Computed(NamedTuple):
+class ComputedTokens(NamedTuple):
     """A request and its tokens in the caches, once the results of one of its steps are read.
 
     Attributes:

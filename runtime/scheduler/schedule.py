@@ -70,8 +70,8 @@ from ..request import NO_INPUTS, RECEIVE, HostInputs
 from ..steps.sizes import choose, choose_prefill, choose_sizes, tokens_for
 from .checkpoints import CheckpointSlots, places
 from .draft_widths import buckets_of_width
-from .encoding import Chunk, chunk, encode_step, num_ready
-from .picture_ledger import Room
+from .encoding import PromptChunk, chunk, encode_step, num_ready
+from .picture_ledger import PictureRoom
 from .policy import Policy
 from .prefix_blocks import Block, Match
 from .request_state import RequestState
@@ -209,7 +209,7 @@ def _in_time(state: SchedulerState, kind: StepKind, streams: int, buckets: Seque
     return in_time(buckets, state.times.cost(kind, policy.price), policy.price, left_ms, first)
 
 
-def _chunks(policy: Policy, group: GroupState, prompts: Sequence[_Prompt]) -> list[Chunk]:
+def _chunks(policy: Policy, group: GroupState, prompts: Sequence[_Prompt]) -> list[PromptChunk]:
     """What the prompts of a group may compute in the next step, whichever bucket it takes."""
     rows = [ScheduledRequest(prompt.request, prompt.num_pages, 0, prompt.match) for prompt in prompts]
     pairs = zip(rows, prompts, strict=True)
@@ -250,7 +250,7 @@ def _prompts(policy: Policy, group: GroupState) -> tuple[list[_Prompt], Checkpoi
     begun = (request for request in group.running if not (request.decoding or request.parked))
     prompts = [_Prompt(request, request.num_pages) for request in itertools.islice(begun, most)]
     running, pages, slots = len(group.running), group.free_pages(limits), group.free_slots(limits)
-    tails, room = set[Block](), Room(group.pictures)
+    tails, room = set[Block](), PictureRoom(group.pictures)
     for request in _first_waiting(policy, group, most - len(prompts)):
         if request.request.handover == RECEIVE:
             # It gets its pages before the step is chosen, or waits for them (`reservations`).

@@ -6,7 +6,7 @@ from array import array
 from dataclasses import dataclass, field
 
 from .prefix_blocks import Checkpoint
-from .request_state import Computed
+from .request_state import ComputedTokens
 
 
 @dataclass(slots=True)
@@ -31,4 +31,4 @@ class Share:
     written: dict[int, Checkpoint] = field(default_factory=dict)
     num_kept: int = 0
     in_flight: int = 0
-    last: Computed | None = None
+    last: ComputedTokens | None = None

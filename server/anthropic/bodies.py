@@ -28,7 +28,7 @@ class Text(Hinted):
     text: str
 
 
-class Source(Body):
+class ImageData(Body):
     """Where a picture is: its bytes, or a URL of a host that the server may fetch from."""
 
     type: Literal["base64", "url"]
@@ -41,7 +41,7 @@ class Image(Hinted):
     """A picture."""
 
     type: Literal["image"]
-    source: Source
+    source: ImageData
 
 
 class ToolReference(Hinted):
@@ -60,7 +60,7 @@ class ToolResult(Hinted):
     is_error: Annotated[Any, Ignored("models read it in the text")] = None
 
 
-class ToolUse(Hinted):
+class UsedTool(Hinted):
     """A call in a message of the assistant."""
 
     type: Literal["tool_use"]
@@ -93,14 +93,14 @@ Block = Annotated[
     Annotated[Text, Tag("text")]
     | Annotated[Image, Tag("image")]
     | Annotated[ToolResult, Tag("tool_result")]
-    | Annotated[ToolUse, Tag("tool_use")]
+    | Annotated[UsedTool, Tag("tool_use")]
     | Annotated[Thinking, Tag("thinking")]
     | Annotated[Redacted, Tag("redacted_thinking")],
     Discriminator(_type_of),
 ]
 
 
-class Message(Body):
+class Turn(Body):
     """A turn of a conversation."""
 
     role: Literal["user", "assistant", "system"]
@@ -134,7 +134,7 @@ class CountRequest(Body):
     """`/v1/messages/count_tokens`."""
 
     model: str
-    messages: Annotated[list[Message], Field(min_length=1), FailFast()]
+    messages: Annotated[list[Turn], Field(min_length=1), FailFast()]
     system: str | Annotated[list[Text], FailFast()] = ""
     tools: list[dict[str, Any]] = Field(default_factory=list)
     tool_choice: ToolChoiceBody | None = None

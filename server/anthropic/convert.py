@@ -10,7 +10,7 @@ from ...graphs.errors import RequestError
 from ..openai.request_models import ChatRequest
 from ..requests.bodies import validate
 from ..requests.left_out import LeftOut
-from .bodies import CountRequest, Image, Message, MessagesRequest, Redacted, Source, Text, Thinking, ToolReference, ToolResult, ToolUse
+from .bodies import CountRequest, Image, ImageData, MessagesRequest, Redacted, Text, Thinking, ToolReference, ToolResult, Turn, UsedTool
 
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
@@ -76,7 +76,7 @@ def _messages(body: CountRequest) -> Iterable[dict[str, Any]]:
             yield from _of_user(message, where)
 
 
-def _of_user(message: Message, where: str) -> Iterable[dict[str, Any]]:
+def _of_user(message: Turn, where: str) -> Iterable[dict[str, Any]]:
     parts: list[dict[str, Any]] = []
     for place, block in enumerate(message.content):
         if isinstance(block, ToolResult):
@@ -94,7 +94,7 @@ def _of_user(message: Message, where: str) -> Iterable[dict[str, Any]]:
         yield {"role": message.role, "content": parts}
 
 
-def _of_assistant(message: Message, where: str) -> dict[str, Any]:
+def _of_assistant(message: Turn, where: str) -> dict[str, Any]:
     texts: list[str] = []
     thoughts: list[str] = []
     calls: list[dict[str, Any]] = []
@@ -103,7 +103,7 @@ def _of_assistant(message: Message, where: str) -> dict[str, Any]:
             texts.append(block.text)
         elif isinstance(block, Thinking):
             thoughts.append(block.thinking)
-        elif isinstance(block, ToolUse):
+        elif isinstance(block, UsedTool):
             function = {"name": block.name, "arguments": json.dumps(block.input, ensure_ascii=False)}
             calls.append({"id": block.id, "type": "function", "function": function})
         elif not isinstance(block, Redacted):
@@ -116,7 +116,7 @@ def _misplaced(where: str, role: str, legal: str) -> RequestError:
     return RequestError(f"{where}.type is not one of a message of {role!r}; legal are {legal}", param=f"{where}.type")
 
 
-def _picture(source: Source) -> dict[str, Any]:
+def _picture(source: ImageData) -> dict[str, Any]:
     url = source.url if source.type == "url" else f"data:{source.media_type};base64,{source.data}"
     return {"type": "image_url", "image_url": {"url": url}}
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextvars import ContextVar
 
 
-class Choice:
+class RouterChoice:
     """What a router has chosen for the requests of a body.
 
     Args:
@@ -27,5 +27,5 @@ class Choice:
         return next(self._next)
 
 
-chosen: ContextVar[Choice | None] = ContextVar("chosen", default=None)
+chosen: ContextVar[RouterChoice | None] = ContextVar("chosen", default=None)
 """Of the HTTP request that is being answered, on a decode server."""

@@ -12,7 +12,7 @@ from typing import Any, cast
 from ...graphs.errors import NpucompileError, RequestError
 from ...runtime import delivery
 from ...runtime.delivery import Sink
-from ...runtime.engine_host import Answer, Ask, Cancel, Events, Health, Submit
+from ...runtime.engine_host import Cancel, EngineAnswer, EngineQuestion, Events, Health, Submit
 from ...runtime.executor import ExecutorFacts
 from ...runtime.request import FinishEvent, Request
 from ...runtime.scheduler.picture_admission import check_served
@@ -112,7 +112,7 @@ class RemoteEngine:
             self._deliver(record)
         elif isinstance(record, Health):
             self._health, self._heard_s = record.state, time.monotonic()
-        elif isinstance(record, Answer):
+        elif isinstance(record, EngineAnswer):
             with self._lock:
                 waiting = self._answers.pop(record.number, None)
             if waiting:
@@ -134,7 +134,7 @@ class RemoteEngine:
         with self._lock:
             number = next(self._numbers)
             self._answers[number] = answered, values
-            self._send(Ask(number, method))
+            self._send(EngineQuestion(number, method))
         if not answered.wait(ANSWER_S):
             with self._lock:
                 self._answers.pop(number, None)

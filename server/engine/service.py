@@ -37,7 +37,7 @@ from ..storage.store import ResponseStore
 from ..telemetry.trace_context import carrier
 from ..telemetry.tracing import Tracing
 from ..text.tokenizer import TextTokenizer
-from .choice import Choice
+from .choice import RouterChoice
 from .generation import GenerationOptions, completion_id, completion_seed
 from .mailbox import Mailbox
 
@@ -97,7 +97,7 @@ class HandoverHub(Protocol):
 class Decoding(Protocol):
     """The interface of `fleet.decode_engine` that the server uses beside that of an engine."""
 
-    def decline(self, choice: Choice, status: int, reason: str) -> None:
+    def decline(self, choice: RouterChoice, status: int, reason: str) -> None:
         """Tells the prefill server of a router's choice that its requests are not asked for."""
 
 

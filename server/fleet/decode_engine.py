@@ -22,7 +22,7 @@ from ...runtime.kv_transfer.landed_requests import LandedRequests
 from ...runtime.kv_transfer.layout import Instance
 from ...runtime.kv_transfer.lease import clock_s
 from ...runtime.kv_transfer.messages import VERSION, Hello, Message
-from ...runtime.kv_transfer.open_rooms import Connection
+from ...runtime.kv_transfer.open_rooms import PeerConnection
 from ...runtime.kv_transfer.pools import Pools
 from ...runtime.kv_transfer.receiver import CANCELLED, Receiver
 from ...runtime.kv_transfer.room import DEFAULTS, Timeouts
@@ -30,7 +30,7 @@ from ...runtime.kv_transfer.write_access import WriteAccess
 from ...runtime.request import RECEIVE, Event, ExecutionRecord, FinishEvent, ParkedEvent, Request
 from ...runtime.scheduler import admission
 from ...runtime.scheduler.picture_admission import check_pictures
-from ..engine.choice import Choice, chosen
+from ..engine.choice import RouterChoice, chosen
 from ..requests.error_objects import Refusal
 from .prefill_link import PrefillLink
 
@@ -80,7 +80,7 @@ class DecodeEngine:
         self._loop = asyncio.new_event_loop()
 
         def make(send: Callable[[Message], None], number: Callable[[], int]) -> Receiver:
-            return Receiver(Connection(engine, send, self._call, clock_s, timeouts), number, self._landed, access)
+            return Receiver(PeerConnection(engine, send, self._call, clock_s, timeouts), number, self._landed, access)
 
         def reopened() -> None:
             for link in self.links:
@@ -184,7 +184,7 @@ class DecodeEngine:
         at_host = [link for link in self.links if link.is_at(place.rpartition(":")[0])]
         return exact or (at_host[0] if len(at_host) == 1 else None)
 
-    def _named(self, choice: Choice) -> PrefillLink:
+    def _named(self, choice: RouterChoice) -> PrefillLink:
         """The prefill server that a router has chosen.
 
         Raises:
@@ -198,7 +198,7 @@ class DecodeEngine:
             raise Refusal("no_prefill_server", reasons=f"{link.url} {link.state}")
         return link
 
-    def decline(self, choice: Choice, status: int, reason: str) -> None:
+    def decline(self, choice: RouterChoice, status: int, reason: str) -> None:
         """Tells the prefill server of a router's choice that its requests are not asked for."""
         link = self._at(choice.place)
         if link is not None and (receiver := link.receiver) is not None:

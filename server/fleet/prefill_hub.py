@@ -21,7 +21,7 @@ from ...runtime.kv_transfer import layout
 from ...runtime.kv_transfer.layout import PAGES, SLOTS, Instance
 from ...runtime.kv_transfer.lease import clock_s
 from ...runtime.kv_transfer.messages import VERSION, Declined, Hello, Message, Refused, decode, encode, room_of
-from ...runtime.kv_transfer.open_rooms import Connection
+from ...runtime.kv_transfer.open_rooms import PeerConnection
 from ...runtime.kv_transfer.pools import Peer, Pools
 from ...runtime.kv_transfer.receiver import OK
 from ...runtime.kv_transfer.room import DEFAULTS, Timeouts
@@ -97,7 +97,7 @@ class PrefillHub:
             loop.call_soon_threadsafe(function)
 
         name = f"handover-{next(self._names)}"
-        connection = Connection(self._engine, outgoing.put_nowait, call, clock_s, self._timeouts)
+        connection = PeerConnection(self._engine, outgoing.put_nowait, call, clock_s, self._timeouts)
         sender = Sender(connection, self._pools, peer, name, enter, self._room_ended)
         self._senders = (*self._senders, sender)
         try:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from ...graphs.errors import RequestError
-from ..engine.choice import Choice
+from ..engine.choice import RouterChoice
 from ..requests.router_fields import MOST_ROOM, HandoverFields
 
 PROBE_HOST = "2.2.2.2"
@@ -38,7 +38,7 @@ def rooms_of(fields: HandoverFields) -> tuple[int, ...]:
     return tuple(rooms)
 
 
-def choice_of(fields: HandoverFields) -> Choice:
+def choice_of(fields: HandoverFields) -> RouterChoice:
     """What a decode server is told.
 
     Raises:
@@ -53,7 +53,7 @@ def choice_of(fields: HandoverFields) -> Choice:
                 param="bootstrap_host",
                 code="no_room",
             )
-        return Choice(f"{hosts[0]}:{ports[0]}" if ports and ports[0] else str(hosts[0]), rooms, "bootstrap_host")
+        return RouterChoice(f"{hosts[0]}:{ports[0]}" if ports and ports[0] else str(hosts[0]), rooms, "bootstrap_host")
     engine, room = given.get("remote_engine_id"), given.get("remote_request_id")
     number = str(room)
     legal = number.isascii() and number.isdecimal() and len(number) < 20 and int(number) <= MOST_ROOM
@@ -64,7 +64,7 @@ def choice_of(fields: HandoverFields) -> Choice:
             param="kv_transfer_params",
             code="no_room",
         )
-    return Choice(engine, [int(number)], "kv_transfer_params")
+    return RouterChoice(engine, [int(number)], "kv_transfer_params")
 
 
 def answered(path: str, more: dict[str, Any]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from ..requests.shared_threads import asking
 from ..telemetry.trace_context import carried, carrier
 from .access import KEY_SUBPROTOCOL, Access
 from .refusals import Refusals
-from .work import Work, work
+from .work import GuardedWork, work
 
 CLIENT = "npucompile.client"
 """Key of a scope: whose request it is, KEY and the digest of its key or else the address that it comes from."""
@@ -57,13 +57,13 @@ class Door:
         try:
             key = self._access.check(scope)
         except RequestError as error:
-            await refuse(scope, receive, self._paced(Work(self._refusals, address), send), error_reply(error))
+            await refuse(scope, receive, self._paced(GuardedWork(self._refusals, address), send), error_reply(error))
             return
         client = f"{KEY}{key}" if key else address
         known: dict[str, Any] = {CLIENT: client, OWNER: key or ""}
         if "subprotocols" in scope:
             known["subprotocols"] = [name for name in scope["subprotocols"] if not name.startswith(KEY_SUBPROTOCOL)]
-        own = Work(self._refusals, client)
+        own = GuardedWork(self._refusals, client)
         tokens = carrier.set(carried(scope)), asking.set(client), work.set(own)
         try:
             # A client that leaves while it is answered is no fault of the server's.
@@ -73,7 +73,7 @@ class Door:
             for variable, token in zip((carrier, asking, work), tokens, strict=True):
                 variable.reset(token)  # type: ignore[attr-defined]
 
-    def _paced(self, own: Work, send: Send) -> Send:
+    def _paced(self, own: GuardedWork, send: Send) -> Send:
         """Sends an answer, a refusal when it is its turn."""
 
         async def paced(message: Any) -> None:

@@ -26,7 +26,7 @@ THREADS = SharedThreads(6, "npucompile-requests")
 T = TypeVar("T")
 
 
-class Work:
+class GuardedWork:
     """What a request takes before it is admitted, or a websocket's message; used on the event loop alone.
 
     Args:
@@ -69,7 +69,7 @@ class Work:
         return self._refusals.wait_s(self._client, own_s)
 
 
-work: ContextVar[Work] = ContextVar("npucompile_work", default=Work(Refusals(None, time.monotonic), ""))  # noqa: B039
+work: ContextVar[GuardedWork] = ContextVar("npucompile_work", default=GuardedWork(Refusals(None, time.monotonic), ""))  # noqa: B039
 """Of the request that is handled; tasks that it starts inherit it."""
 
 

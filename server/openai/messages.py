@@ -9,10 +9,10 @@ from ...graphs.errors import RequestError
 from ..requests.items import read_arguments
 from ..requests.pictures import PicturePart, picture_part
 from ..requests.tool_fields import INPUT
-from .request_models import ImagePart, Message, MessageToolCall, Part, TextPart, VideoPart
+from .request_models import ImagePart, MessageToolCall, Part, RequestMessage, TextPart, VideoPart
 
 
-def messages_of(messages: Sequence[Message]) -> list[dict[str, Any]]:
+def messages_of(messages: Sequence[RequestMessage]) -> list[dict[str, Any]]:
     """The messages: content is text, or a list of parts where there are pictures; arguments of calls are objects, or text where they are no
     JSON.
 
@@ -22,7 +22,7 @@ def messages_of(messages: Sequence[Message]) -> list[dict[str, Any]]:
     return [_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
 
 
-def pictures_of(messages: Sequence[Message]) -> list[PicturePart]:
+def pictures_of(messages: Sequence[RequestMessage]) -> list[PicturePart]:
     """The pictures and videos of the messages, in order.
 
     Raises:
@@ -44,7 +44,7 @@ def pictures_of(messages: Sequence[Message]) -> list[PicturePart]:
     return pictures
 
 
-def _message(message: Message, where: str) -> dict[str, Any]:
+def _message(message: RequestMessage, where: str) -> dict[str, Any]:
     values: dict[str, Any] = {"role": message.role, "content": _content(message, where)}
     for name in ("name", "tool_call_id"):
         if getattr(message, name) is not None:
@@ -57,7 +57,7 @@ def _message(message: Message, where: str) -> dict[str, Any]:
     return values
 
 
-def _content(message: Message, where: str) -> str | list[dict[str, Any]]:
+def _content(message: RequestMessage, where: str) -> str | list[dict[str, Any]]:
     if message.content is None and message.role != "assistant":
         raise RequestError(f"{where}.content is missing; only messages of the assistant may have none", param=f"{where}.content")
     if not isinstance(message.content, list):

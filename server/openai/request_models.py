@@ -167,7 +167,7 @@ class MessageToolCall(Hints):
     index: int | None = None
 
 
-class Message(Hints):
+class RequestMessage(Hints):
     """A message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -192,7 +192,7 @@ ChatTools = Annotated[tuple[Offer | LeftOut, ...], PlainValidator(read_chat_tool
 class ChatRequest(SamplingFields):
     """`/v1/chat/completions`."""
 
-    messages: Annotated[list[Message], Field(min_length=1), FailFast()]
+    messages: Annotated[list[RequestMessage], Field(min_length=1), FailFast()]
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool = False

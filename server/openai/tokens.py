@@ -21,7 +21,7 @@ from ..requests.pictures import ProcessorFields
 from ..requests.tool_fields import Offer, ToolUse
 from .api import Api, takes_long
 from .messages import messages_of, pictures_of
-from .request_models import ChatTools, Message
+from .request_models import ChatTools, RequestMessage
 
 
 class TokenizeRequest(Body):
@@ -29,7 +29,7 @@ class TokenizeRequest(Body):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1), FailFast()] | None = None
+    messages: Annotated[list[RequestMessage], Field(min_length=1), FailFast()] | None = None
     tools: ChatTools = ()
     add_generation_prompt: bool = True
     continue_final_message: bool = False

@@ -31,7 +31,7 @@ SPARE_FILES = 8
 _LENGTH_BYTES = 8
 
 
-class Task(msgspec.Struct, frozen=True):
+class DecodeTask(msgspec.Struct, frozen=True):
     """What is to become of a picture, or of a video.
 
     Attributes:
@@ -70,7 +70,7 @@ class Outcome(msgspec.Struct, frozen=True):
     code: str = ""
 
 
-def outcome(task: Task) -> Outcome:
+def outcome(task: DecodeTask) -> Outcome:
     """Decodes a picture or a video."""
     try:
         if task.max_frames:
@@ -84,7 +84,7 @@ def outcome(task: Task) -> Outcome:
     return Outcome(grid=(1, *picture.grid[1:]), pixels=picture.pixels.numpy().tobytes())
 
 
-def _video(task: Task) -> Outcome:
+def _video(task: DecodeTask) -> Outcome:
     limits = VideoLimits(task.max_bytes, task.max_pixels, task.max_frames, task.time_s)
     if task.processor is None:
         header = read_header(task.data, limits)
@@ -94,7 +94,7 @@ def _video(task: Task) -> Outcome:
     return Outcome(grid=(1, *pairs[0].picture.grid[1:]), pixels=pixels, seconds=tuple(pair.seconds for pair in pairs))
 
 
-def write(stream: IO[bytes], message: Task | Outcome) -> None:
+def write(stream: IO[bytes], message: DecodeTask | Outcome) -> None:
     """Sends a message behind its length."""
     payload = msgspec.msgpack.encode(message)
     stream.write(len(payload).to_bytes(_LENGTH_BYTES, "big"))
@@ -139,7 +139,7 @@ def main(memory_bytes: int) -> None:
     # It has started: from now on its tasks are timed.
     write(sys.stdout.buffer, Outcome())
     while (payload := read(sys.stdin.buffer, sys.maxsize)) is not None:
-        task = msgspec.msgpack.decode(payload, type=Task)
+        task = msgspec.msgpack.decode(payload, type=DecodeTask)
         # By the signal's own action, which a decoder that hangs in C cannot put off.
         signal.alarm(math.ceil(task.time_s) + 1)
         done = outcome(task)

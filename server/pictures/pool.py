@@ -22,7 +22,7 @@ import torch
 from ...graphs.errors import RequestError
 from ..requests.shared_threads import SharedThreads
 from . import decoder
-from .decoder import Outcome, Task, read, write
+from .decoder import DecodeTask, Outcome, read, write
 from .limits import CHANNELS, DecoderLimits, PictureLimits, VideoLimits
 from .processor import Picture, PictureProcessor
 from .video_file import DEFAULT_LIMITS, VideoHeader
@@ -110,9 +110,9 @@ class DecoderPool:
             _end(process)
         self._processes.clear()
 
-    def _task(self, data: bytes, processor: PictureProcessor | None = None) -> Task:
+    def _task(self, data: bytes, processor: PictureProcessor | None = None) -> DecodeTask:
         fields = None if processor is None else asdict(processor)
-        return Task(data, self._pictures.max_bytes, self._pictures.max_pixels, self._limits.time_s, fields)
+        return DecodeTask(data, self._pictures.max_bytes, self._pictures.max_pixels, self._limits.time_s, fields)
 
     def _picture(self, data: bytes, processor: PictureProcessor, param: str) -> Picture:
         done = self._run(task := self._task(data, processor), param)
@@ -123,9 +123,9 @@ class DecoderPool:
         pixels = torch.frombuffer(bytearray(done.pixels), dtype=torch.uint8).view(-1, width)
         return self._counted(Picture(pixels, grid, processor.merge_size))
 
-    def _video_task(self, data: bytes, processor: VideoProcessor | None = None) -> Task:
+    def _video_task(self, data: bytes, processor: VideoProcessor | None = None) -> DecodeTask:
         limits, fields = self._videos, None if processor is None else asdict(processor)
-        return Task(data, limits.max_bytes, limits.max_pixels, limits.max_seconds, fields, limits.max_frames)
+        return DecodeTask(data, limits.max_bytes, limits.max_pixels, limits.max_seconds, fields, limits.max_frames)
 
     def _header(self, data: bytes, param: str) -> VideoHeader:
         done = self._run(self._video_task(data), param)
@@ -150,7 +150,7 @@ class DecoderPool:
             self.decoded += 1
         return pictures[0]
 
-    def _run(self, task: Task, param: str) -> Outcome:
+    def _run(self, task: DecodeTask, param: str) -> Outcome:
         process = self._idle.get()
         while process is not None and process.poll() is not None and not self._closed:
             # It ended while it did nothing, which no picture is to blame for.
@@ -179,7 +179,7 @@ class DecoderPool:
             raise RequestError(done.error, param=param, code=code)
         return done
 
-    def _exchange(self, process: subprocess.Popen[bytes], task: Task | None, time_s: float, most_bytes: int) -> Outcome | None:
+    def _exchange(self, process: subprocess.Popen[bytes], task: DecodeTask | None, time_s: float, most_bytes: int) -> Outcome | None:
         """What a process makes of a task, or says once it has started; None where it did not survive that."""
         assert process.stdin is not None
         assert process.stdout is not None
@@ -203,7 +203,7 @@ class DecoderPool:
         finally:
             late.cancel()
 
-    def _failed(self, param: str, task: Task) -> RequestError:
+    def _failed(self, param: str, task: DecodeTask) -> RequestError:
         most = f"{task.time_s:g} s and {self._limits.memory_bytes >> 20} MiB"
         what = "video" if task.max_frames else "picture"
         message = f"the {what} cannot be decoded within {most}, or its file is damaged; legal is one that can"
@@ -238,7 +238,7 @@ def _most_pixels(processor: dict[str, Any]) -> int:
     return max(int(processor["max_pixels"]), int(processor.get("max_frames", 1)) * token)
 
 
-def _damaged(task: Task) -> str:
+def _damaged(task: DecodeTask) -> str:
     return "video_parse_error" if task.max_frames else "image_parse_error"
 
 

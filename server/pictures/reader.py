@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
 from ...graphs.errors import RequestError
-from ..requests.pictures import NOUNS, Kind, PictureFile, PicturePart, ProcessorFields, data_of, is_data
+from ..requests.pictures import NOUNS, Kind, PictureBytes, PicturePart, ProcessorFields, data_of, is_data
 from .limits import PictureLimits, RequestLimits, VideoLimits
 from .pool import DecoderPool
 from .processor import PatchProcessor, Picture, PictureProcessor
@@ -99,7 +99,7 @@ class Vision:
 
 
 @dataclass(frozen=True)
-class Frames:
+class VideoFrames:
     """What stands in a prompt for a video.
 
     Attributes:
@@ -111,7 +111,7 @@ class Frames:
     each: int
 
 
-Count = int | Frames
+Count = int | VideoFrames
 """What stands in a prompt for a picture, its number of tokens, or for a video."""
 
 
@@ -124,7 +124,7 @@ def count_of(shown: Picture | Video) -> Count:
     """What stands in a prompt for a picture or a video."""
     if isinstance(shown, Picture):
         return shown.tokens
-    return Frames(tuple(pair.text for pair in shown.pairs), shown.pairs[0].picture.tokens)
+    return VideoFrames(tuple(pair.text for pair in shown.pairs), shown.pairs[0].picture.tokens)
 
 
 Fetch = Callable[[str, str, Kind], Awaitable[bytes]]
@@ -171,7 +171,7 @@ class PictureReader:
         self._most_bytes: Mapping[Kind, int] = {"image": pictures.max_bytes, "video": videos.max_bytes}
         self._fetch = fetch
         # Equal pictures of stored conversations are one.
-        self._files: WeakValueDictionary[bytes, PictureFile] = WeakValueDictionary()
+        self._files: WeakValueDictionary[bytes, PictureBytes] = WeakValueDictionary()
         self._cache: OrderedDict[tuple[bytes, PatchProcessor], Picture | Video] = OrderedDict()
         self._cached_bytes = 0
 
@@ -227,7 +227,7 @@ class PictureReader:
         _, rows, columns = processor.grid(header.frames, header.rate, header.height, header.width, part.param)
         self.vision.check_patches(rows * columns, f"a frame of {header.width}x{header.height}", part.param)
         seconds = processor.seconds(processor.sampled(header.frames, header.rate), header.rate)
-        return Frames(tuple(map(text_at, seconds)), rows * columns // processor.merge_size**2)
+        return VideoFrames(tuple(map(text_at, seconds)), rows * columns // processor.merge_size**2)
 
     async def _shown(self, part: PicturePart, processor: PictureProcessor | VideoProcessor) -> Picture | Video:
         file = await self._file(part)
@@ -248,10 +248,10 @@ class PictureReader:
             self._cached_bytes -= self._cache.popitem(last=False)[1].size_bytes
         return shown
 
-    async def _file(self, part: PicturePart) -> PictureFile:
+    async def _file(self, part: PicturePart) -> PictureBytes:
         if part.file is None:
             if not is_data(part.url):
-                file = PictureFile(await self._fetch(part.url, part.param, part.kind))
+                file = PictureBytes(await self._fetch(part.url, part.param, part.kind))
             elif len(part.url) <= INLINE_CHARS:
                 file = self._data(part)
             else:
@@ -259,8 +259,8 @@ class PictureReader:
             part.file, part.url = self._files.setdefault(file.digest, file), ""
         return part.file
 
-    def _data(self, part: PicturePart) -> PictureFile:
-        file = PictureFile(data_of(part.url, part.param, self._most_bytes[part.kind], part.kind))
+    def _data(self, part: PicturePart) -> PictureBytes:
+        file = PictureBytes(data_of(part.url, part.param, self._most_bytes[part.kind], part.kind))
         _ = file.digest  # here, as this may be a thread
         return file
 

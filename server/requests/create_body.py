@@ -38,7 +38,7 @@ from .items import AddedTools, ChatMessage, Item, pictures_of, read_items, templ
 from .left_out import LeftOut
 from .pictures import PicturePart, ProcessorFields
 from .structured_output import OutputFormat, of_responses
-from .tool_fields import AUTO, Offer, Reasoning, ToolChoice, ToolUse
+from .tool_fields import AUTO, Offer, ReasoningField, ToolChoice, ToolUse
 from .tools import read_choice, read_tools
 
 INLINE_PROMPT_CHARS = 4096
@@ -120,7 +120,7 @@ class CreateFields(GenerationFields):
     tools: Annotated[tuple[Offer | LeftOut, ...], PlainValidator(read_tools)] = ()
     tool_choice: Annotated[ToolChoice | str, PlainValidator(read_choice)] = AUTO
     parallel_tool_calls: bool = True
-    reasoning: Reasoning = Reasoning()
+    reasoning: ReasoningField = ReasoningField()
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     mm_processor_kwargs: ProcessorFields | None = None
     truncation: Annotated[Any, Neutral(("disabled",), "prompts are not cut")] = None

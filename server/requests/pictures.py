@@ -40,7 +40,7 @@ class ProcessorFields(Body):
 
 
 @dataclass(frozen=True, eq=False)
-class PictureFile:
+class PictureBytes:
     """The bytes of a picture that a client sent, or that was fetched."""
 
     data: bytes
@@ -64,7 +64,7 @@ class PicturePart:
 
     url: str
     param: str
-    file: PictureFile | None = None
+    file: PictureBytes | None = None
     kind: Kind = "image"
 
     def __repr__(self) -> str:

@@ -115,7 +115,7 @@ class ToolUse:
         return tuple(tool["function"] for tool in self.offered if self.named in (None, tool["function"]["name"]))
 
 
-class Reasoning(Body):
+class ReasoningField(Body):
     """`reasoning`: all of it is told.
 
     Attributes:

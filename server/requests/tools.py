@@ -38,18 +38,18 @@ class FunctionFields(ToolFields):
     strict: bool | None = None
 
 
-class Rules(Body):
+class ToolRules(Body):
     """A grammar of a text."""
 
     syntax: Literal["lark", "regex"] | None = None
     definition: str | None = None
 
 
-class CustomFormat(Rules):
+class CustomFormat(ToolRules):
     """What the text of a custom tool must be; in chats its grammar is one level further in."""
 
     type: Literal["text", "grammar"]
-    grammar: Rules | None = None
+    grammar: ToolRules | None = None
 
 
 class CustomFields(ToolFields):
@@ -158,7 +158,7 @@ def _custom(tool: CustomFields, where: str) -> list[Offer | LeftOut]:
     if tool.format and tool.format.type == "grammar":
         grammar = tool.format.grammar or tool.format
         for name, given in grammar:
-            if name in Rules.model_fields and given is None:
+            if name in ToolRules.model_fields and given is None:
                 raise FieldError(f"{where}.format has no {name} of its grammar", param=f"{where}.format", code="missing_field")
         rules = f"{INPUT} keeps to this grammar ({grammar.syntax}):\n{grammar.definition}"
     said = [tool.description or "", rules]

@@ -82,7 +82,7 @@ class MessageItem:
         return {"type": kind, "item_id": self._id, "output_index": self._index, "content_index": 0}
 
 
-class ReasoningItem:
+class ReasoningOutput:
     """What the model thinks before it answers; it is open from its beginning."""
 
     def __init__(self, item_id: str, index: int) -> None:

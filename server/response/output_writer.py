@@ -11,7 +11,7 @@ from ..parsers.tool_calls import CallArguments, CallBegin, CallEnd, new_call_id
 from ..requests.items import CallItem, ChatMessage, Item
 from ..requests.items import ReasoningItem as ReasoningInput
 from ..requests.tool_fields import Declared
-from .output_items import CustomCallItem, EventBody, FunctionCallItem, MessageItem, ReasoningItem
+from .output_items import CustomCallItem, EventBody, FunctionCallItem, MessageItem, ReasoningOutput
 
 
 class OutputWriter(Protocol):
@@ -71,7 +71,7 @@ class TextWriter:
         return (ChatMessage("assistant", self._message.text),) if self._message.text else ()
 
 
-OpenItem = MessageItem | ReasoningItem | FunctionCallItem
+OpenItem = MessageItem | ReasoningOutput | FunctionCallItem
 
 
 class PartsWriter:
@@ -131,8 +131,8 @@ class PartsWriter:
     def _part(self, part: Part, status: str = "completed") -> list[EventBody]:
         match part:
             case Reasoning(text):
-                events = self._begin(ReasoningItem) if not isinstance(self._open, ReasoningItem) else []
-                assert isinstance(self._open, ReasoningItem)
+                events = self._begin(ReasoningOutput) if not isinstance(self._open, ReasoningOutput) else []
+                assert isinstance(self._open, ReasoningOutput)
                 return [*events, *self._open.delta(text, self._take_ids())]
             case Content(text):
                 events = [] if isinstance(self._open, MessageItem) else self._close("completed")
@@ -151,7 +151,7 @@ class PartsWriter:
             case CallEnd(whole):
                 return self._close(status if whole else "incomplete")
 
-    def _begin(self, kind: type[ReasoningItem]) -> list[EventBody]:
+    def _begin(self, kind: type[ReasoningOutput]) -> list[EventBody]:
         events = self._close("completed")
         item = kind(self._id("rs"), len(self._items))
         self._add(item)
@@ -196,7 +196,7 @@ def _joined(parts: list[Part], more: Sequence[Part]) -> list[Part]:
 
 
 def _as_input(item: OpenItem) -> Item:
-    if isinstance(item, ReasoningItem):
+    if isinstance(item, ReasoningOutput):
         return ReasoningInput(item.text)
     if isinstance(item, MessageItem):
         return ChatMessage("assistant", item.text)

@@ -12,7 +12,7 @@ from ...runtime.request import Event
 from ..engine.service import Service
 from ..requests.frames import JSON, encode_bytes
 from ..requests.items import ChatMessage, Item
-from ..storage.replay import Replay
+from ..storage.replay import KeptEvents
 from ..storage.store import Reader, StoredResponse
 from .events import ServerEvent
 from .progress import PreparedResponse, Response
@@ -86,7 +86,7 @@ class ResponseRun:
         if reader is not None:
             self._readers = (reader,)
         if self._keeping.owner is not None and (self._keeping.whole or self._keeping.replays):
-            replay = Replay(self._service.limits.max_replay_bytes) if self._keeping.replays else None
+            replay = KeptEvents(self._service.limits.max_replay_bytes) if self._keeping.replays else None
             self._entry = StoredResponse(self.response_id, self._keeping.owner, replay=replay, run=self, completions=self._completions)
             self._name()
         # The engine's events are delivered on this loop, so none can overtake these.

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..requests.error_objects import error_reply
-from .records import Ask, Follow, Leave, Part, Refused, Told
+from .records import AnswerPart, Follow, Leave, SiblingQuestion, SiblingRefusal, Told
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ class Caller:
     def take(self, record: Any) -> None:
         """Does what a record asks for."""
         match record:
-            case Ask():
+            case SiblingQuestion():
                 self._answer(record)
             case Follow():
                 self._follow(record)
@@ -48,7 +48,7 @@ class Caller:
         for reader in readers.values():
             reader.leave()
 
-    def _answer(self, asked: Ask) -> None:
+    def _answer(self, asked: SiblingQuestion) -> None:
         try:
             value = self._methods[asked.method](*asked.arguments)
         except Exception as error:
@@ -68,16 +68,16 @@ class Caller:
         self._answering.add(task)
         task.add_done_callback(self._answering.discard)
 
-    def _tell(self, asked: Ask, value: Any) -> None:
+    def _tell(self, asked: SiblingQuestion, value: Any) -> None:
         if asked.number is not None:
             self._send(Told(asked.number, value))
 
-    def _refuse(self, asked: Ask | Follow, error: Exception) -> None:
+    def _refuse(self, asked: SiblingQuestion | Follow, error: Exception) -> None:
         reply = error_reply(error)
         if reply.status == 500:
             log.error("another door was not answered", exc_info=error)
         if asked.number is not None:
-            self._send(Refused(asked.number, reply))
+            self._send(SiblingRefusal(asked.number, reply))
 
     def _follow(self, asked: Follow) -> None:
         reader = _RemoteReader(asked.number, self._send, self._readers)
@@ -99,11 +99,11 @@ class _RemoteReader:
 
     def read(self, events: Sequence[dict[str, Any]], done: bool) -> None:
         """See `Reader`."""
-        self._send(Part(self._number, tuple(events), done))
+        self._send(AnswerPart(self._number, tuple(events), done))
         if done:
             self._readers.pop(self._number, None)
 
     def failed(self, error: Exception) -> None:
         """See `Reader`."""
-        self._send(Refused(self._number, error_reply(error)))
+        self._send(SiblingRefusal(self._number, error_reply(error)))
         self._readers.pop(self._number, None)

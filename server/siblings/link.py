@@ -15,7 +15,7 @@ from typing import Any
 from ...runtime.channel import Channel
 from ..requests.error_objects import Refusal, Relayed
 from ..storage.store import Reader
-from .records import Ask, Follow, Leave, Part, Refused, Told
+from .records import AnswerPart, Follow, Leave, SiblingQuestion, SiblingRefusal, Told
 
 RETRY_S = 0.05
 """Between attempts to reach a door that does not listen: it starts."""
@@ -77,7 +77,7 @@ class Link:
         """
         await self._wait()
         number, answer = self._expect()
-        self.send(Ask(number, method, arguments))
+        self.send(SiblingQuestion(number, method, arguments))
         try:
             return await answer
         finally:
@@ -149,14 +149,14 @@ class Link:
         match record:
             case Told():
                 self._settle(record.number, record.value)
-            case Part():
+            case AnswerPart():
                 self._settle(record.number, None)
                 reader = self._followed.get(record.number)
                 if record.done:
                     self._followed.pop(record.number, None)
                 if reader:
                     reader.read(record.events, record.done)
-            case Refused():
+            case SiblingRefusal():
                 self._fail(record.number, Relayed(record.reply))
 
     def _settle(self, number: int, value: Any) -> None:
@@ -185,7 +185,7 @@ class Following:
 
     def cancel(self) -> None:
         """Ends it, whoever reads it; its last events come."""
-        self._link.send(Ask(None, CANCEL, self._arguments[:2]))
+        self._link.send(SiblingQuestion(None, CANCEL, self._arguments[:2]))
 
     def leave(self, _: Reader) -> tuple[str, ...]:
         """The other door cancels what nobody waits for; nothing is to be cancelled here."""

@@ -27,7 +27,7 @@ class Place(NamedTuple):
         return f"\0{self.name}/{door}"
 
 
-class Ask(NamedTuple):
+class SiblingQuestion(NamedTuple):
     """A question by the name of a method; without a number nobody waits for the answer."""
 
     number: int | None
@@ -62,7 +62,7 @@ class Told(NamedTuple):
     value: Any
 
 
-class Part(NamedTuple):
+class AnswerPart(NamedTuple):
     """The next events of what Follow of this number asked for; `done` with the last of them."""
 
     number: int
@@ -70,7 +70,7 @@ class Part(NamedTuple):
     done: bool
 
 
-class Refused(NamedTuple):
+class SiblingRefusal(NamedTuple):
     """Why there is no answer to the question of this number, or no more events."""
 
     number: int

@@ -13,7 +13,7 @@ from ..requests.error_objects import Refusal
 from ..requests.frames import JSON, encode_bytes
 
 
-class Replay:
+class KeptEvents:
     """The last events of one response; the oldest are dropped first. They are kept as JSON, which takes a fraction of what objects do, and
     which the collector of garbage does not walk over.
 

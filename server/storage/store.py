@@ -12,8 +12,8 @@ from typing import Any, Protocol
 from ..requests.error_objects import Refusal
 from ..requests.fields import show
 from ..requests.items import Item, pictures_of, size_bytes
-from ..requests.pictures import PictureFile
-from .replay import Replay
+from ..requests.pictures import PictureBytes
+from .replay import KeptEvents
 
 ENTRY_BYTES = 1024
 """What a response is counted for beside its texts."""
@@ -71,7 +71,7 @@ class StoredResponse:
     owner: str
     items: tuple[Item, ...] | None = None
     body: bytes | None = None
-    replay: Replay | None = None
+    replay: KeptEvents | None = None
     run: RunningResponse | None = None
     completions: int = 1
 
@@ -82,7 +82,7 @@ class StoredResponse:
         return ENTRY_BYTES + texts + len(self.body or b"") + (self.replay.size_bytes if self.replay else 0)
 
     @property
-    def pictures(self) -> frozenset[PictureFile]:
+    def pictures(self) -> frozenset[PictureBytes]:
         """The pictures of its conversation; equal ones are one (`pictures.reader`)."""
         return frozenset(part.file for part in pictures_of(self.items or ()) if part.file is not None)
 
@@ -98,9 +98,9 @@ class ResponseStore:
 
     def __init__(self, max_bytes: int, max_age_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._max_bytes, self._max_age_s, self._clock = max_bytes, max_age_s, clock
-        self._entries: OrderedDict[str, tuple[StoredResponse, int, float, frozenset[PictureFile]]] = OrderedDict()
+        self._entries: OrderedDict[str, tuple[StoredResponse, int, float, frozenset[PictureBytes]]] = OrderedDict()
         # Each counts once, however many conversations have it.
-        self._pictures: Counter[PictureFile] = Counter()
+        self._pictures: Counter[PictureBytes] = Counter()
         self.size_bytes = 0
 
     @property

@@ -12,14 +12,14 @@ from support import oracle
 
 from npucompile.graphs import compile_count, ops
 from npucompile.graphs.ir.flatten import bodies, flatten
-from npucompile.graphs.ir.trace import Traced, trace
+from npucompile.graphs.ir.trace import TracedProgram, trace
 from npucompile.graphs.passes.optimise import optimise
 from npucompile.graphs.primitive import TABLE, Cost, Primitive
-from npucompile.graphs.spmd.partition import Partitioned, partition
+from npucompile.graphs.spmd.partition import PartitionedProgram, partition
 from npucompile.graphs.text import as_text, target_name
 from npucompile.graphs.types import Aval, Bucket, Limits, Mesh, Program, Rules, Tree
 from npucompile.lowering.backends.eager import EagerExecutable
-from npucompile.lowering.lower import Lowered, lower_bodies, lower_eager, lower_inline
+from npucompile.lowering.lower import LoweredProgram, lower_bodies, lower_eager, lower_inline
 from npucompile.models import qwen3_5, step
 
 # Graphs lowered for inductor call native operators, also when Python runs them.
@@ -34,7 +34,7 @@ Forward = Callable[[Tree, Tree, Tree], tuple[Tree, Tree]]
 POOL = Aval((3, 4, 1, 5), F32)
 
 
-def whole(forward: Forward, optimised: bool = True) -> Partitioned:
+def whole(forward: Forward, optimised: bool = True) -> PartitionedProgram:
     """A step over three pools a, b, c, rows and slots, partitioned for one device."""
     state = {name: POOL for name in "abc"}
     inputs = {"rows": Aval((2, 1, 5), F32), "slots": Aval((2,), I32)}
@@ -199,7 +199,7 @@ def inputs(n: int) -> list[torch.Tensor]:
     return [torch.randn(2, 1, 5, generator=torch.Generator().manual_seed(10 + n)), torch.tensor([1 + n, 11 - n], dtype=I32)]
 
 
-def functional(partitioned: Partitioned) -> Steps:
+def functional(partitioned: PartitionedProgram) -> Steps:
     state, returned = first_state(), []
     outputs = len(partitioned.signature.outputs)
     for n in range(5):
@@ -209,7 +209,7 @@ def functional(partitioned: Partitioned) -> Steps:
     return Steps(returned, returned, state)
 
 
-def donated(lowered: Lowered) -> Steps:
+def donated(lowered: LoweredProgram) -> Steps:
     run, state, returned, at_end = EagerExecutable(lowered.graph), first_state(), [], []
     buffers = [t.data_ptr() for t in state]
     for n in range(5):
@@ -227,7 +227,7 @@ def same(got: Steps, want: Steps) -> None:
     torch.testing.assert_close(got.state, want.state, rtol=1e-6, atol=1e-6)
 
 
-def calls(lowered: Lowered) -> list[str]:
+def calls(lowered: LoweredProgram) -> list[str]:
     return [target_name(n.target) for n in lowered.graph.graph.nodes if n.op == "call_function"]
 
 
@@ -337,7 +337,7 @@ CONFIG = {
 LIMITS = Limits(page_size=4, num_pages=11, num_slots=7, max_model_len=20, slots_per_request=3, drafts=2)
 
 
-def convolved(old: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Partitioned:
+def convolved(old: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> PartitionedProgram:
     """A step with a pool of convolution windows; `old` computes an output of the pool's values: (before, after) -> output."""
 
     def forward(p: Tree, s: Tree, i: Tree) -> tuple[Tree, Tree]:
@@ -365,12 +365,12 @@ def test_a_kernel_writes_a_pool_that_nothing_reads_later(free: bool) -> None:
 
 @dataclass
 class Stages:
-    traced: Traced
-    partitioned: Partitioned
-    optimised: Partitioned
-    eager: Lowered
-    inductor: Lowered
-    bodies: Lowered
+    traced: TracedProgram
+    partitioned: PartitionedProgram
+    optimised: PartitionedProgram
+    eager: LoweredProgram
+    inductor: LoweredProgram
+    bodies: LoweredProgram
 
 
 def stages(bucket: Bucket) -> Stages:
@@ -509,7 +509,7 @@ def test_prefill_chunks_agree_in_every_form(prefill: Stages) -> None:
 # --- bodies ---
 
 
-def lowered_twice(name: str, bucket: Bucket) -> tuple[Lowered, Lowered]:
+def lowered_twice(name: str, bucket: Bucket) -> tuple[LoweredProgram, LoweredProgram]:
     """A family's step, which drafts, as calls of bodies and as one graph."""
     model = replace(oracle.drafting(name).model, drafting=True)
     optimised = optimise(partition(trace(step.program(model, bucket, oracle.limits(2), F32)), Mesh(), Rules()))

@@ -13,7 +13,7 @@ import torch
 
 from npucompile.graphs.ir.flatten import bodies
 from npucompile.graphs.passes.optimise import optimise
-from npucompile.graphs.spmd.partition import Partitioned, collective_group, partition
+from npucompile.graphs.spmd.partition import PartitionedProgram, collective_group, partition
 from npucompile.graphs.types import Aval, Bucket, Limits, Mesh
 from npucompile.lowering import collectives_check
 from npucompile.models import registry, step
@@ -116,7 +116,7 @@ PASSES = [
 MODELS = {"dense": DENSE, "experts spread, fewer kv heads": {"num_key_value_heads": 2}}
 
 
-def partitioned(layout: Layout | Pass, **options: Any) -> Partitioned:
+def partitioned(layout: Layout | Pass, **options: Any) -> PartitionedProgram:
     """The row's step of a small model, partitioned as in a build. A decode step drafts as many tokens as it verifies."""
     changes = next((change for name, change in MODELS.items() if layout.name.startswith(name)), {})
     values = CONFIG | changes

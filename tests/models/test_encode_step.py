@@ -15,7 +15,7 @@ from npucompile.graphs.errors import SpecError
 from npucompile.graphs.ir.flatten import bodies
 from npucompile.graphs.ir.trace import trace
 from npucompile.graphs.passes.optimise import optimise
-from npucompile.graphs.spmd.partition import Partitioned, partition
+from npucompile.graphs.spmd.partition import PartitionedProgram, partition
 from npucompile.graphs.types import Bucket, Limits, Mesh, Rules
 from npucompile.lowering.ascend.emulator.interpreter import Interpreter
 from npucompile.lowering.backend import open_executable
@@ -69,17 +69,17 @@ def check(pool: torch.Tensor, places: list[list[int]]) -> None:
     assert pool[others].isnan().all()
 
 
-def ordered(partitioned: Partitioned, weights: list[torch.Tensor], pool: torch.Tensor, inputs: dict[str, Any]) -> list[torch.Tensor]:
+def ordered(partitioned: PartitionedProgram, weights: list[torch.Tensor], pool: torch.Tensor, inputs: dict[str, Any]) -> list[torch.Tensor]:
     return [*weights, pool, *(inputs[leaf.path] for leaf in partitioned.signature.inputs)]
 
 
 @pytest.fixture(scope="module")
-def partitioned(read: Any) -> Partitioned:
+def partitioned(read: Any) -> PartitionedProgram:
     model, cfg, _ = read
     return optimise(partition(trace(encode_step.program(model, cfg, BUCKET, LIMITS, torch.float32)), Mesh(), Rules()))
 
 
-def test_the_traced_program_writes_the_rows_of_transformers_in_place(read: Any, partitioned: Partitioned) -> None:
+def test_the_traced_program_writes_the_rows_of_transformers_in_place(read: Any, partitioned: PartitionedProgram) -> None:
     pool, inputs, places = operands()
     assert set(bodies(partitioned.graph)) == {"vision"}, "layers are traced once"
     with torch.no_grad():
@@ -88,7 +88,7 @@ def test_the_traced_program_writes_the_rows_of_transformers_in_place(read: Any, 
     assert finite.tolist() == [1, 1, 1, 1]
 
 
-def test_a_segment_that_overflows_says_so(read: Any, partitioned: Partitioned) -> None:
+def test_a_segment_that_overflows_says_so(read: Any, partitioned: PartitionedProgram) -> None:
     pool, inputs, _ = operands()
     weights = [weight.clone() for weight in read[2]]
     place = next(i for i, leaf in enumerate(partitioned.signature.params) if leaf.path == "vision.patch.weight")
@@ -116,7 +116,7 @@ def test_every_rank_has_all_rows(read: Any) -> None:
 
 
 @pytest.mark.long
-def test_the_compiled_program_writes_the_rows_of_transformers(read: Any, partitioned: Partitioned, tmp_path: Path) -> None:
+def test_the_compiled_program_writes_the_rows_of_transformers(read: Any, partitioned: PartitionedProgram, tmp_path: Path) -> None:
     file = tmp_path / "encode.pt2"
     file.write_bytes(inductor.BACKEND.compile(lower_bodies(partitioned, "inductor"), cache_dir=tmp_path, threads=1).data)
     pool, inputs, places = operands()

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from npucompile.graphs import ops
-from npucompile.graphs.spmd.partition import Partitioned, partition
+from npucompile.graphs.spmd.partition import PartitionedProgram, partition
 from npucompile.graphs.types import Aval, Bucket, Mesh, Program, Rules, Tree
 from npucompile.lowering.ascend.emulator.interpreter import Interpreter
 from npucompile.models import sequence_parallel
@@ -22,7 +22,7 @@ PARAMS = {"table": Aval((V, M), F32, ("vocab", None)), "down": Aval((M, K), F32,
 Step = Callable[[Tree, torch.Tensor], Any]
 
 
-def partitioned(step: Step, tokens: int, mesh: str, rules: Rules) -> Partitioned:
+def partitioned(step: Step, tokens: int, mesh: str, rules: Rules) -> PartitionedProgram:
     def forward(p: Tree, s: Tree, i: Tree) -> tuple[Tree, Tree]:
         return {"y": step(p, i["ids"])}, s
 

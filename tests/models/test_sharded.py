@@ -12,7 +12,7 @@ from support import fleets
 
 from npucompile.graphs.ir.flatten import bodies
 from npucompile.graphs.ops.packed_latents import unpacked
-from npucompile.graphs.spmd.partition import Partitioned
+from npucompile.graphs.spmd.partition import PartitionedProgram
 from npucompile.graphs.types import Mesh
 from npucompile.models import variant as variants
 from npucompile.models.quant.formats import Formats
@@ -266,7 +266,7 @@ CASES: dict[str, Case] = {
 }
 
 
-def collectives_of(partitioned: Partitioned) -> set[str]:
+def collectives_of(partitioned: PartitionedProgram) -> set[str]:
     return {f"{kind} {group}" for kind, group, _ in partitioned.collectives}
 
 
@@ -338,7 +338,7 @@ def force(serving: Any, group: int, fleet: Any, device: Any, answers: Sequence[S
     return right
 
 
-def check_collectives(case: Case, partitioned: Partitioned) -> None:
+def check_collectives(case: Case, partitioned: PartitionedProgram) -> None:
     used = collectives_of(partitioned)
     assert set(case.collectives) <= used
     assert not ({*DISPATCH, GATHER[1]} - set(case.collectives)) & used

@@ -26,7 +26,7 @@ from npucompile.server.response import progress
 from npucompile.server.response import run as response_run
 from npucompile.server.response.events import ResponseEvents
 from npucompile.server.socket.connection import Connection
-from npucompile.server.storage.replay import Replay
+from npucompile.server.storage.replay import KeptEvents
 from npucompile.server.storage.store import ResponseStore
 
 TIMEOUT_S = 30
@@ -99,7 +99,7 @@ STAGES = {
     "conversation": Stage(((progress.Response, "items"),), late=OF_RESPONSES),
     "stored response": Stage(((response_run, "encode_bytes"),), late=OF_RESPONSES),
     "store": Stage(((ResponseStore, "put"),), early=OF_RESPONSES),
-    "events for later": Stage(((Replay, "append"),), early=OF_RESPONSES, fields={"resumable": True}),
+    "events for later": Stage(((KeptEvents, "append"),), early=OF_RESPONSES, fields={"resumable": True}),
     "frames of a socket": Stage(((Connection, "encode_bytes"),), early=(SOCKET,)),
     "server-sent events": Stage(((sse, "encode_bytes"),), early=STREAMS),
     "answers": Stage(((JSONResponse, "render"),), late=WHOLE),

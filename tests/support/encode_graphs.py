@@ -13,10 +13,10 @@ from support import golden_graphs
 
 from npucompile.graphs.ir.trace import trace
 from npucompile.graphs.passes.optimise import optimise
-from npucompile.graphs.spmd.partition import Partitioned, partition
+from npucompile.graphs.spmd.partition import PartitionedProgram, partition
 from npucompile.graphs.types import Bucket, Limits, Mesh, Rules
-from npucompile.lowering.backend import Compiled, backend
-from npucompile.lowering.lower import Lowered
+from npucompile.lowering.backend import CompiledFile, backend
+from npucompile.lowering.lower import LoweredProgram
 from npucompile.lowering.platform import CANN_RELEASES, CPU, Platform
 from npucompile.models import encode_step, registry, vision
 from npucompile.models.quant.recipes import formats_of_scheme
@@ -53,12 +53,12 @@ def stored(cfg: vision.Config, quantised: bool) -> vision.Config:
     return replace(vision.in_tiles(cfg), variant=replace(cfg.variant, formats=formats))
 
 
-def partitioned(model: Model, cfg: vision.Config, bucket: Bucket, limits: Limits, dtype: torch.dtype) -> Partitioned:
+def partitioned(model: Model, cfg: vision.Config, bucket: Bucket, limits: Limits, dtype: torch.dtype) -> PartitionedProgram:
     """The program of a bucket on one device, after all passes."""
     return optimise(partition(trace(encode_step.program(model, cfg, bucket, limits, dtype)), Mesh(), Rules()))
 
 
-def compiled(graph: Partitioned, chosen: str, home: Path, platform: Platform = CPU) -> tuple[Lowered, Compiled]:
+def compiled(graph: PartitionedProgram, chosen: str, home: Path, platform: Platform = CPU) -> tuple[LoweredProgram, CompiledFile]:
     """It as a backend for NPUs makes it."""
     of = backend(chosen)
     of.prepare(home)

@@ -12,7 +12,7 @@ from torch.fx import GraphModule
 
 from npucompile.graphs import tree
 from npucompile.graphs.passes.optimise import optimise
-from npucompile.graphs.spmd.partition import Partitioned, partition
+from npucompile.graphs.spmd.partition import PartitionedProgram, partition
 from npucompile.graphs.steps.table import StepInputs
 from npucompile.graphs.types import Bucket, Limits, Mesh, Rules, Tree
 from npucompile.lowering.ascend.emulator.interpreter import Interpreter
@@ -273,19 +273,19 @@ class OneDevice:
         return [tensor for _, tensor in tree.flatten(self.state)]
 
 
-Form = Callable[[Partitioned], Any]
+Form = Callable[[PartitionedProgram], Any]
 Machine = Callable[[Any, Mesh], Callable[[Sequence[Sequence[torch.Tensor]]], list[list[torch.Tensor]]]]
 
 
 @functools.cache
 def partitioned(
     model: step.Model, mesh: Mesh, rules: Rules, bucket: Bucket, limits: Limits, emit_logits: bool, max_logprobs: int
-) -> Partitioned:
+) -> PartitionedProgram:
     program = step.program(model, bucket, limits, F32, emit_logits=emit_logits, max_logprobs=max_logprobs)
     return optimise(partition(program, mesh, rules))
 
 
-def functional(partitioned: Partitioned) -> GraphModule:
+def functional(partitioned: PartitionedProgram) -> GraphModule:
     return partitioned.graph
 
 
@@ -331,7 +331,7 @@ class Fleet:
             self.mesh, experts=experts, expert_parallel=self.expert_parallel, tokens=tokens, sliced=sliced, chunks=chunks
         )
 
-    def partitioned(self, bucket: Bucket) -> Partitioned:
+    def partitioned(self, bucket: Bucket) -> PartitionedProgram:
         model = replace(self.model, placement=None)  # Graphs are of any.
         rules = self.rules(bucket.tokens, chunks=bucket.kind == "prefill")
         return partitioned(model, self.mesh, rules, bucket, self.limits, self.emit_logits, self.max_logprobs)

@@ -171,7 +171,7 @@ def platforms(own: Platform) -> tuple[Platform, ...]:
     return tuple(dict.fromkeys((own, oldest, newest)))
 
 
-def _legality(checked: check.Checked, platform: Platform) -> list[str]:
+def _legality(checked: check.CheckedGraph, platform: Platform) -> list[str]:
     named = f"Platform(chip={platform.chip!r}, cann={platform.cann!r}, packages={platform.packages!r})"
     lines = [named, *(f"{copies} x {violation} sizes={violation.sizes}" for violation, copies in checked.pairs())]
     return [*lines, *(json.dumps(asdict(row)) for row in assumptions([checked], platform))]

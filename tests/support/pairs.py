@@ -18,12 +18,12 @@ from npucompile.runtime.kv_transfer import messages
 from npucompile.runtime.kv_transfer.landed_requests import LandedRequests
 from npucompile.runtime.kv_transfer.layout import Instance, Region, located
 from npucompile.runtime.kv_transfer.lease import LEASE_S, Lease
-from npucompile.runtime.kv_transfer.open_rooms import Connection
+from npucompile.runtime.kv_transfer.open_rooms import PeerConnection
 from npucompile.runtime.kv_transfer.pools import Peer
 from npucompile.runtime.kv_transfer.receiver import Receiver
 from npucompile.runtime.kv_transfer.segments import segments
 from npucompile.runtime.kv_transfer.sender import Sender
-from npucompile.runtime.kv_transfer.transfer_engine import Memory
+from npucompile.runtime.kv_transfer.transfer_engine import RegisteredMemory
 from npucompile.runtime.kv_transfer.write_access import WriteAccess
 from npucompile.runtime.request import FinishEvent, ParkedEvent, Request, Sampling
 from npucompile.runtime.scheduler.kv_cache_manager import PrefixCacheSettings
@@ -48,8 +48,8 @@ class Pooled(NamedTuple):
     regions: tuple[Region, ...]
 
     @property
-    def areas(self) -> tuple[Memory, ...]:
-        return tuple(Memory(region.address, region.nbytes) for region in self.regions)
+    def areas(self) -> tuple[RegisteredMemory, ...]:
+        return tuple(RegisteredMemory(region.address, region.nbytes) for region in self.regions)
 
 
 class Writes:
@@ -130,7 +130,7 @@ class Pair:
         clock = lambda: self.now_s  # noqa: E731
         to_p, to_d = self.to_p, self.to_d
         send = [lambda message, queue=queue: queue.append(messages.encode(message)) for queue in (to_d, to_p)]
-        ends = [Connection(engine, own, self.calls.append, clock) for engine, own in zip((self.p, self.d), send, strict=True)]
+        ends = [PeerConnection(engine, own, self.calls.append, clock) for engine, own in zip((self.p, self.d), send, strict=True)]
         self.senders.append(Sender(ends[0], self.writes, Peer(self.instance, self.writes.sessions), f"c{next(self.connections)}"))
         self.receivers.append(Receiver(ends[1], lambda: next(self.numbers), self.landed, self.access))
 

@@ -17,7 +17,7 @@ from support import tiny
 from support.once import made_once
 
 from npucompile.graphs.passes.optimise import optimise
-from npucompile.graphs.spmd.partition import Partitioned, partition
+from npucompile.graphs.spmd.partition import PartitionedProgram, partition
 from npucompile.graphs.types import Bucket, Limits, Mesh
 from npucompile.lowering.artifact.artifact import Artifact
 from npucompile.lowering.artifact.manifest import GraphEntry, Manifest
@@ -82,7 +82,7 @@ def image(mesh: str, kinds: tuple[str, ...], quantization: str = "none", steps: 
     return Image(small, checkpoint, trace, Ranks.of(small, trace, checkpoint, F32))
 
 
-def partitioned(small: SmallModel, case: BucketCase, dtype: torch.dtype = F32, *, emit_logits: bool = True) -> Partitioned:
+def partitioned(small: SmallModel, case: BucketCase, dtype: torch.dtype = F32, *, emit_logits: bool = True) -> PartitionedProgram:
     """A case's graph of one device."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

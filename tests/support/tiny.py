@@ -22,7 +22,7 @@ from support.texts import byte_tokenizer
 
 from npucompile.graphs import tree
 from npucompile.graphs.errors import LoweringError
-from npucompile.graphs.spmd.partition import Partitioned
+from npucompile.graphs.spmd.partition import PartitionedProgram
 from npucompile.graphs.types import Bucket, Limits
 from npucompile.lowering import backend as backend_table
 from npucompile.lowering.artifact.artifact import Artifact, ArtifactWriter, GraphEntry, Manifest
@@ -30,7 +30,7 @@ from npucompile.lowering.artifact.checked import NAME as CHECKED
 from npucompile.lowering.artifact.manifest import ExecutableRecord
 from npucompile.lowering.backend import Backend
 from npucompile.lowering.backends import eager
-from npucompile.lowering.lower import Lowered
+from npucompile.lowering.lower import LoweredProgram
 from npucompile.lowering.platform import CPU, Platform
 from npucompile.models import checkpoint, registry
 from npucompile.models.params import initialise
@@ -234,13 +234,13 @@ class Stub(Backend):
         monkeypatch.setitem(targets._TARGETS, "cpu", replace(here, backends=(*here.backends, self.name)))
         return self
 
-    def lower(self, partitioned: Partitioned, platform: Platform = CPU) -> Lowered:
+    def lower(self, partitioned: PartitionedProgram, platform: Platform = CPU) -> LoweredProgram:
         return eager.BACKEND.lower(partitioned)
 
     def options(self, threads: int) -> dict[str, Any]:
         return {"threads": threads, "version": self.version}
 
-    def compile(self, lowered: Lowered, *, cache_dir: Path, threads: int) -> backend_table.Compiled:
+    def compile(self, lowered: LoweredProgram, *, cache_dir: Path, threads: int) -> backend_table.CompiledFile:
         name = lowered.bucket.name
         self.compiled.append(name)
         if self.refuses and self.refuses in name:

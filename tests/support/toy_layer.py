@@ -9,7 +9,7 @@ import torch
 from npucompile.graphs import ops
 from npucompile.graphs.passes.optimise import optimise
 from npucompile.graphs.spmd.layout import constrain
-from npucompile.graphs.spmd.partition import Partitioned, partition
+from npucompile.graphs.spmd.partition import PartitionedProgram, partition
 from npucompile.graphs.types import Aval, Bucket, Mesh, Program, Rules
 
 BF16, T, M, F, G, D, P = torch.bfloat16, 4, 32, 64, 2, 16, 128
@@ -24,7 +24,7 @@ def forward(params: Any, state: Any, inputs: Any) -> Any:
     return {"y": y}, {"k": k, "v": v}
 
 
-def split(mesh: str, kind: str = "decode") -> Partitioned:
+def split(mesh: str, kind: str = "decode") -> PartitionedProgram:
     heads, pool = ("kv_heads", None), Aval((8, P, G, D), BF16, (None, None, "kv_heads", None))
     params = {
         "key": Aval((G * D, M), BF16, heads), "value": Aval((G * D, M), BF16, heads),

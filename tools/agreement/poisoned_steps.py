@@ -19,7 +19,7 @@ from ...graphs.types import Bucket, Leaf, Limits, Signature
 from .poison import filled as filled_tensor
 from .pools import (
     FreePlaces,
-    Places,
+    PoolPlaces,
     fill,
     filled_pages,
     is_picture_pool,
@@ -37,7 +37,7 @@ UNREAD = -(10**6)
 
 
 @dataclass(frozen=True, kw_only=True)
-class LiveRow(Places):
+class LiveRow(PoolPlaces):
     """One live row of a test case, with its places: pages with room for drafts, and the state slots that it writes.
 
     Attributes:

@@ -107,7 +107,7 @@ def is_state_slots(leaf: Leaf) -> bool:
 
 
 @dataclass(frozen=True)
-class Places:
+class PoolPlaces:
     """What one request has of all pools, or one segment of patches of that of pictures."""
 
     pages: Sequence[int] = ()

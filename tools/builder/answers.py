@@ -14,7 +14,7 @@ from ...graphs.types import Bucket
 from ...lowering.ascend.cost.estimate import estimate
 from ...lowering.ascend.cost.parameters import parameters
 from ...lowering.ascend.shipped import ENCODINGS
-from ...lowering.backend import Compiled, backend
+from ...lowering.backend import CompiledFile, backend
 from ...models.step import sampling
 from ...runtime.scheduler.draft_widths import CLEARLY
 from ..notation import DEFAULT_ENCODE
@@ -77,7 +77,7 @@ class Priced:
             return _estimated_ms(plan, lowers.compile(lowered, cache_dir=self.cache_dir, threads=THREADS))
 
 
-def _estimated_ms(plan: Plan, compiled: Compiled | None) -> float:
+def _estimated_ms(plan: Plan, compiled: CompiledFile | None) -> float:
     assert compiled is not None, "a backend whose graphs are read compiles every bucket"
     context = min(plan.limits.max_model_len, TYPICAL) // 2
     graph = ENCODINGS[plan.backend].decode(compiled.data)

@@ -19,7 +19,7 @@ from typing import Any
 from ...graphs.errors import LoweringError
 from ...graphs.passes.drop_noops import SHAPES
 from ...graphs.types import Bucket, Signature
-from ...lowering.backend import Claims, Compiled, backend
+from ...lowering.backend import Claims, CompiledFile, backend
 from ...lowering.between import Form, between
 from ..progress import Progress
 from .planned import Plan
@@ -195,7 +195,7 @@ def _redundant(texts: Mapping[str, str]) -> int:
     return redundant
 
 
-def _derived(plan: Plan, form: _Form, rows: int) -> tuple[StagedRecord, Compiled] | None:
+def _derived(plan: Plan, form: _Form, rows: int) -> tuple[StagedRecord, CompiledFile] | None:
     """What follows for a bucket; None where numbers would be none, or passes would have made less of it."""
     try:
         staged, texts, opened, census = form.tree(rows)
@@ -204,7 +204,7 @@ def _derived(plan: Plan, form: _Form, rows: int) -> tuple[StagedRecord, Compiled
     if _redundant(texts) != form.redundant:
         return None
     key = graph_key_of(plan, texts["lowered"])
-    return replace(staged, key=key, texts=pack_texts(texts)), Compiled(backend(plan.backend).closed(opened), census)
+    return replace(staged, key=key, texts=pack_texts(texts)), CompiledFile(backend(plan.backend).closed(opened), census)
 
 
 def _follows(plan: Plan, job: CompileJob, form: _Form, signature: Signature) -> CompileResult | None:

@@ -11,7 +11,7 @@ from ...models.presets import DRAFT_PRESETS
 from ...models.registry import ModelSource
 from ..notation import format_buckets
 from .deployments import Deployment, deployment
-from .instance import Instance
+from .instance import PlannedInstance
 from .planned import Options, Plan, has_recurrent_states
 from .settings.model import default_widths
 
@@ -36,7 +36,7 @@ def choose_draft_model(requested: str | None, source: ModelSource, row: Deployme
     return with_draft_model(source, preset) if wanted and preset and source.checkpoint_dir is None else source
 
 
-def decode_widths(options: Options, source: ModelSource, instance: Instance, limits: Limits) -> tuple[int, ...]:
+def decode_widths(options: Options, source: ModelSource, instance: PlannedInstance, limits: Limits) -> tuple[int, ...]:
     """Tokens of a request that decode steps verify; a server takes those that give most (runtime/scheduler/draft_widths.py).
 
     Raises:

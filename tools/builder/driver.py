@@ -26,7 +26,7 @@ from ...lowering.artifact.manifest import ExecutableRecord
 from ...lowering.artifact.shards import local_signature
 from ...lowering.backend import Backend, backend
 from ...lowering.collectives_check import check_ranks, expand
-from ...lowering.lower import Lowered
+from ...lowering.lower import LoweredProgram
 from ...lowering.toolchain import toolchain
 from ..agreement import executables
 from ..progress import Progress
@@ -330,7 +330,7 @@ def _warm(state: _Build) -> None:
         state.backend.warm(state.cache_dir)
 
 
-def _compile_jobs(state: _Build, lowered: Mapping[Bucket, Lowered]) -> Iterator[CompileJob]:
+def _compile_jobs(state: _Build, lowered: Mapping[Bucket, LoweredProgram]) -> Iterator[CompileJob]:
     """What is to compile, each made when it is asked for: others compile meanwhile."""
     kinds = Kinds(state.plan, state.progress)
     # The buckets whose speed users notice most come first.
@@ -341,10 +341,10 @@ def _compile_jobs(state: _Build, lowered: Mapping[Bucket, Lowered]) -> Iterator[
         yield CompileJob(state.plan, bucket, state.cache_dir, graph, nice=state.nice)
 
 
-def _stage_local(state: _Build) -> dict[Bucket, Lowered]:
+def _stage_local(state: _Build) -> dict[Bucket, LoweredProgram]:
     """Adds every bucket's eager graph, and previous executables whose key is unchanged; returns lowered graphs that need compiling."""
     plan, todo = state.plan, [bucket for bucket in state.stamps if not state.is_complete(bucket)]
-    lowered: dict[Bucket, Lowered] = {}
+    lowered: dict[Bucket, LoweredProgram] = {}
     with state.progress.bar("trace, partition, lower", len(todo)) as bar, rewriting():
         for bucket in todo:
             staged = stage(plan, bucket)

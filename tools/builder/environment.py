@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ...graphs.types import DISPATCH, FUSED_EXPERTS, Mesh
-from ...lowering.artifact.manifest import Setting
+from ...lowering.artifact.manifest import Variable
 from .memory import HCCL_BUFFER_BYTES, MIB
 from .targets import Target
 
@@ -24,7 +24,7 @@ TRANSFER_TIMEOUT_MS, TRANSFER_PORT = 10_000, 11_000
 """Of Mooncake over the links of NPUs, which waits 3 s by default: for a connection, and for a batch; and where its ports begin."""
 
 
-def environment(target: Target, mesh: Mesh, communicator_bytes: Mapping[str, int], *, captured: bool = False) -> dict[str, Setting]:
+def environment(target: Target, mesh: Mesh, communicator_bytes: Mapping[str, int], *, captured: bool = False) -> dict[str, Variable]:
     """The variables of every rank, by name; equal for all ranks and machines. There are none but for NPUs.
 
     Args:
@@ -36,39 +36,39 @@ def environment(target: Target, mesh: Mesh, communicator_bytes: Mapping[str, int
     if not target.cann:
         return {}
     settings = {
-        "PYTORCH_NPU_ALLOC_CONF": Setting(
+        "PYTORCH_NPU_ALLOC_CONF": Variable(
             "expandable_segments:True",
             "graphs of all sizes take their workspaces from one allocator; segments that grow leave no gaps between them",
         ),
         **dict.fromkeys(
             ("ASCEND_CONNECT_TIMEOUT", "ASCEND_TRANSFER_TIMEOUT"),
-            Setting(
+            Variable(
                 str(TRANSFER_TIMEOUT_MS),
                 "ms; handovers between servers wait so long for a peer that loads, as long as a silent peer is lost",
             ),
         ),
-        "ASCEND_BASE_PORT": Setting(
+        "ASCEND_BASE_PORT": Variable(
             str(TRANSFER_PORT),
             "handovers between servers listen from here, at 100 ports for each NPU; the default differs between releases",
         ),
     }
     if captured:
-        settings["TASK_QUEUE_ENABLE"] = Setting("1", "torch_npu captures no graph under 2 (torch_npu/csrc/core/npu/NPUGraph.cpp)")
+        settings["TASK_QUEUE_ENABLE"] = Variable("1", "torch_npu captures no graph under 2 (torch_npu/csrc/core/npu/NPUGraph.cpp)")
     return settings | _communication(target, mesh, communicator_bytes) if communicator_bytes else settings
 
 
-def _communication(target: Target, mesh: Mesh, communicator_bytes: Mapping[str, int]) -> dict[str, Setting]:
+def _communication(target: Target, mesh: Mesh, communicator_bytes: Mapping[str, int]) -> dict[str, Variable]:
     settings = {
         "HCCL_BUFFSIZE": _buffer_size(communicator_bytes),
-        "HCCL_CONNECT_TIMEOUT": Setting(
+        "HCCL_CONNECT_TIMEOUT": Variable(
             str(CONNECT_TIMEOUT_S), "seconds; ranks of several hosts reach the first communicator minutes apart, and the default is 120"
         ),
-        "HCCL_EXEC_TIMEOUT": Setting(
+        "HCCL_EXEC_TIMEOUT": Variable(
             str(EXEC_TIMEOUT_S),
             "seconds; bounds the wait for a lost rank on the device (default 1091 or 1836), and is longer than a step's limit on the host, "
             "which ends the ranks in order",
         ),
-        "HCCL_DETERMINISTIC": Setting(
+        "HCCL_DETERMINISTIC": Variable(
             "false",
             "sums of ranks may differ in the last bits from run to run; true makes them repeatable, and slower: it goes before AIV mode",
         ),
@@ -76,16 +76,16 @@ def _communication(target: Target, mesh: Mesh, communicator_bytes: Mapping[str, 
     # An A2 allows AIV mode for one communicator at a time (envref_07_0096); those of experts run kernels of their own and no collective.
     groups = {mesh.group(symbol, 0) for symbol in communicator_bytes if symbol not in (DISPATCH, FUSED_EXPERTS)}
     if target.tp_across_nodes or len(groups) <= 1:
-        settings["HCCL_OP_EXPANSION_MODE"] = Setting(
+        settings["HCCL_OP_EXPANSION_MODE"] = Variable(
             "AIV", "collectives run on the vector cores, without a launch by the host or by an AI CPU for each"
         )
     return settings
 
 
-def _buffer_size(communicator_bytes: Mapping[str, int]) -> Setting:
+def _buffer_size(communicator_bytes: Mapping[str, int]) -> Variable:
     nbytes = communicator_bytes.get(DISPATCH, HCCL_BUFFER_BYTES)
     if DISPATCH in communicator_bytes:
         why = "MiB; the window of expert dispatch, whose kernels read this variable; other communicators are made with sizes of their own"
     else:
         why = "MiB; one of the two buffers of a communicator that is made without a size of its own"
-    return Setting(str(-(-nbytes // MIB)), why)
+    return Variable(str(-(-nbytes // MIB)), why)

@@ -17,7 +17,7 @@ DEFAULT_DRAFTS = 3
 
 
 @dataclass(frozen=True)
-class Instance:
+class PlannedInstance:
     """Everything that decides a build besides its model and its sizes.
 
     Attributes:
@@ -39,7 +39,7 @@ class Instance:
     expert_parallel: bool = True
 
 
-def resolve(options: Options, model: str, has_draft_head: bool) -> Instance:
+def resolve(options: Options, model: str, has_draft_head: bool) -> PlannedInstance:
     """The instance that options name; by default a preset's default deployment, and this machine for a checkpoint directory.
 
     Args:
@@ -57,7 +57,7 @@ def resolve(options: Options, model: str, has_draft_head: bool) -> Instance:
         if options.phase:
             raise SpecError(f"--phase {options.phase} is one side of a deployment that splits them; name it, as in --deployment ID")
         k = DEFAULT_DRAFTS if drafts is None else drafts
-        instance = Instance(target(options.target or "cpu"), Mesh.parse(options.mesh or ""), options.quantization or "none", k)
+        instance = PlannedInstance(target(options.target or "cpu"), Mesh.parse(options.mesh or ""), options.quantization or "none", k)
     else:
         instance = _of_row(row, model, options, drafts)
     check_mesh(instance.target, instance.mesh)
@@ -82,7 +82,7 @@ def phases(deployment: str | None, model: str) -> tuple[str, ...]:
     return tuple(row.phases) if row else ("mixed",)
 
 
-def _of_row(row: deployments.Deployment, model: str, options: Options, drafts: int | None) -> Instance:
+def _of_row(row: deployments.Deployment, model: str, options: Options, drafts: int | None) -> PlannedInstance:
     if row.model != model:
         raise SpecError(f"deployment {row.id} is of {row.model}, the model is {model}; `npucompile deployments` lists those of each")
     if options.phase is not None and options.phase not in row.phases:
@@ -93,7 +93,7 @@ def _of_row(row: deployments.Deployment, model: str, options: Options, drafts: i
         raise SpecError(f"deployment {row.id} is for {row.target}, the target is {device.name}; legal are targets that are NPUs")
     if drafts is not None:
         part = replace(part, num_speculative_tokens=drafts)
-    return Instance(
+    return PlannedInstance(
         device,
         part.mesh if options.mesh is None else Mesh.parse(options.mesh),
         options.quantization or ("none" if row.quantization == "bf16" else row.quantization),

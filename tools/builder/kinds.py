@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from ...graphs.errors import NpucompileError
 from ...graphs.types import Bucket
-from ...lowering.backend import Kind, Parts, backend
-from ...lowering.lower import Lowered
+from ...lowering.backend import GraphKind, GraphParts, backend
+from ...lowering.lower import LoweredProgram
 from ..progress import Progress
 from .planned import Plan
 from .pool import THREADS
@@ -21,10 +21,10 @@ class Kinds:
 
     def __init__(self, plan: Plan, progress: Progress) -> None:
         self._plan, self._progress = plan, progress
-        self._known = dict[tuple[Bucket, ...], Kind | None]()
+        self._known = dict[tuple[Bucket, ...], GraphKind | None]()
         self.any_size = set[Bucket]()
 
-    def parts(self, lowered: Lowered) -> Parts | None:
+    def parts(self, lowered: LoweredProgram) -> GraphParts | None:
         """The parts to compile for a bucket; None where its graph is compiled as one. A graph that is none of its kind is compiled for
         itself, and the build says so."""
         bucket, chosen = lowered.bucket, backend(self._plan.backend)
@@ -40,7 +40,7 @@ class Kinds:
                 self._progress.say(f"{bucket.name} is compiled for itself: its graph differs from others of its kind in more than sizes")
         return chosen.parts(lowered, threads=THREADS)
 
-    def _common(self, samples: tuple[Bucket, ...]) -> Kind | None:
+    def _common(self, samples: tuple[Bucket, ...]) -> GraphKind | None:
         chosen = backend(self._plan.backend)
         try:
             return chosen.kind([stage(self._plan, bucket).lowered for bucket in samples], threads=THREADS)

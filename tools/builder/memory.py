@@ -42,7 +42,7 @@ class Communicator:
 
 
 @dataclass(frozen=True)
-class Part:
+class MemoryShare:
     """A part of a rank's memory: its size, and a line that explains it."""
 
     name: str
@@ -79,7 +79,7 @@ class MemoryPlan:
 
     target: str
     mesh: str
-    parts: tuple[Part, ...]
+    parts: tuple[MemoryShare, ...]
     limit_bytes: int
     page_bytes: int
     slot_bytes: int
@@ -112,7 +112,7 @@ class MemoryPlan:
     def from_dict(plain: Mapping[str, Any]) -> MemoryPlan:
         """The plan that `as_dict` wrote."""
         sizes = {name: plain[name] for name in ("target", "mesh", "limit_bytes", "page_bytes", "slot_bytes", "request_slot_bytes")}
-        return MemoryPlan(parts=tuple(Part(**part) for part in plain["parts"]), limits=Limits(**plain["limits"]), **sizes)
+        return MemoryPlan(parts=tuple(MemoryShare(**part) for part in plain["parts"]), limits=Limits(**plain["limits"]), **sizes)
 
     def check(self) -> None:
         """Refuses a plan that does not fit.
@@ -212,35 +212,37 @@ def plan_memory(
     )
     reserved = target.reserved_bytes(mesh)
     parts = [
-        Part("expert weights", expert, _why_experts(weights, mesh, rules)),
-        Part("other weights", other, f"{sum('experts' not in leaf.aval.axes for leaf in weights)} parameters, as the mesh splits them"),
-        Part("draft head", sum(_split(heads, "experts", mesh, rules)), "unquantised; its pages are among the KV pages"),
+        MemoryShare("expert weights", expert, _why_experts(weights, mesh, rules)),
+        MemoryShare(
+            "other weights", other, f"{sum('experts' not in leaf.aval.axes for leaf in weights)} parameters, as the mesh splits them"
+        ),
+        MemoryShare("draft head", sum(_split(heads, "experts", mesh, rules)), "unquantised; its pages are among the KV pages"),
         *_pictures(sum(_split(towers, "experts", mesh, rules)), pictures, limits),
-        Part("KV pages", kv, f"{limits.num_pages} pages of {limits.page_size} tokens, {_each(kv, limits.num_pages)} a page"),
-        Part("state slots", slots, f"{slots_text}, {_each(slots, limits.num_slots)} a slot"),
-        Part(
+        MemoryShare("KV pages", kv, f"{limits.num_pages} pages of {limits.page_size} tokens, {_each(kv, limits.num_pages)} a page"),
+        MemoryShare("state slots", slots, f"{slots_text}, {_each(slots, limits.num_slots)} a slot"),
+        MemoryShare(
             "request slots",
             request_slots,
             f"{limits.num_request_slots} slots, {request_slots // limits.num_request_slots} B each: what a request's next step starts from",
         ),
-        Part("other state", other_state, "pools of neither pages nor slots nor request slots"),
-        Part("activations", peak_bytes, "live values of the largest graph; graphs run one at a time and share them"),
-        Part("workspace", max(allowance, fused_bytes), why_workspace),
-        Part("inputs", inputs_bytes, "inputs and results of a step"),
-        Part("communication", sum(c.nbytes for c in communicators), _why_communication(communicators)),
-        Part("runtime", reserved, _why_runtime(target) if reserved else "nothing is kept from a rank"),
+        MemoryShare("other state", other_state, "pools of neither pages nor slots nor request slots"),
+        MemoryShare("activations", peak_bytes, "live values of the largest graph; graphs run one at a time and share them"),
+        MemoryShare("workspace", max(allowance, fused_bytes), why_workspace),
+        MemoryShare("inputs", inputs_bytes, "inputs and results of a step"),
+        MemoryShare("communication", sum(c.nbytes for c in communicators), _why_communication(communicators)),
+        MemoryShare("runtime", reserved, _why_runtime(target) if reserved else "nothing is kept from a rank"),
     ]
     unit_bytes = kv // limits.num_pages, slots // limits.num_slots, request_slots // limits.num_request_slots
     return MemoryPlan(target.name, str(mesh), tuple(parts), target.memory_bytes(mesh), *unit_bytes, limits)
 
 
-def _pictures(tower: int, pool: int, limits: Limits) -> list[Part]:
+def _pictures(tower: int, pool: int, limits: Limits) -> list[MemoryShare]:
     """Parts of a build that takes pictures, none of another one."""
     if not limits.picture_rows:
         return []
     return [
-        Part("vision tower", tower, "whole on every rank"),
-        Part("picture rows", pool, f"{limits.picture_rows} rows of pictures, {_each(pool, limits.picture_rows)} each"),
+        MemoryShare("vision tower", tower, "whole on every rank"),
+        MemoryShare("picture rows", pool, f"{limits.picture_rows} rows of pictures, {_each(pool, limits.picture_rows)} each"),
     ]
 
 

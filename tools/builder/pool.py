@@ -26,8 +26,8 @@ from ...graphs.errors import LoweringError
 from ...graphs.types import Bucket, Leaf, Signature
 from ...lowering.artifact.artifact import graph_key
 from ...lowering.artifact.graph_io import decode
-from ...lowering.backend import Backend, Compiled, Part, Parts, backend
-from ...lowering.lower import Lowered
+from ...lowering.backend import Backend, CompiledFile, GraphPart, GraphParts, backend
+from ...lowering.lower import LoweredProgram
 from ...lowering.toolchain import toolchain
 from ...models.family_file import FamilyFile
 from .planned import Plan
@@ -54,7 +54,7 @@ class CompileJob:
     plan: Plan
     bucket: Bucket
     cache_dir: Path
-    lowered: Parts | tuple[bytes, Signature] | None = None
+    lowered: GraphParts | tuple[bytes, Signature] | None = None
     known_key: str = ""
     nice: int = 0
 
@@ -90,7 +90,7 @@ class CompileResult:
 
     job: CompileJob
     staged: StagedRecord | None
-    compiled: Compiled | None
+    compiled: CompiledFile | None
     seconds: float
     last: bool = True
 
@@ -153,15 +153,15 @@ def rewriting() -> Iterator[None]:
         gc.set_threshold(*threshold)
 
 
-def _compile(job: CompileJob) -> tuple[StagedRecord | None, Compiled | None]:
+def _compile(job: CompileJob) -> tuple[StagedRecord | None, CompiledFile | None]:
     chosen = backend(job.plan.backend)
     chosen.prepare(job.cache_dir)
-    if isinstance(job.lowered, Parts):
+    if isinstance(job.lowered, GraphParts):
         compiled_parts = [_compile_part(chosen, job, part) for part in job.lowered.parts]
         return None, chosen.join(job.lowered, compiled_parts, cache_dir=job.cache_dir)
     if job.lowered:
         data, signature = job.lowered
-        lowered = Lowered(job.bucket, chosen.name, decode(data), signature, job.plan.platform)
+        lowered = LoweredProgram(job.bucket, chosen.name, decode(data), signature, job.plan.platform)
         return None, chosen.compile(lowered, cache_dir=job.cache_dir, threads=THREADS)
     staged = stage(job.plan, job.bucket)
     record = record_of(job.plan, staged)
@@ -172,7 +172,7 @@ def _compile(job: CompileJob) -> tuple[StagedRecord | None, Compiled | None]:
     return record, compiled
 
 
-def _compile_part(chosen: Backend, job: CompileJob, part: Part) -> bytes:
+def _compile_part(chosen: Backend, job: CompileJob, part: GraphPart) -> bytes:
     try:
         return chosen.compile_part(part, cache_dir=job.cache_dir, threads=THREADS)
     except LoweringError as error:
@@ -198,7 +198,7 @@ def _run_in_worker(job: CompileJob) -> CompileResult:
     return result
 
 
-def _part_in_worker(job: CompileJob, part: Part) -> tuple[bytes, float]:
+def _part_in_worker(job: CompileJob, part: GraphPart) -> tuple[bytes, float]:
     """A compiled part and its seconds, in a process of the pool; `job` is the first that has it, without its graph."""
     began = time.monotonic()
     with _compiling(job.nice):
@@ -221,7 +221,7 @@ def run_all(jobs: Iterable[CompileJob], workers: int) -> Iterator[CompileResult]
     """
     rest = iter(jobs)
     begun = list(itertools.islice(rest, 2))
-    if workers <= 1 or sum(len(job.lowered.parts) if isinstance(job.lowered, Parts) else 1 for job in begun) <= 1:
+    if workers <= 1 or sum(len(job.lowered.parts) if isinstance(job.lowered, GraphParts) else 1 for job in begun) <= 1:
         yield from map(run, itertools.chain(begun, rest))
         return
     file, shared = begun[0].plan.source.family_file, begun[0].lowered is None
@@ -266,10 +266,10 @@ def _shared_results(pool: Executor, jobs: Iterable[CompileJob]) -> Iterator[Comp
 
 def _results(pool: Executor, jobs: Iterable[CompileJob]) -> Iterator[CompileResult]:
     """Results of jobs in a pool, as they complete."""
-    whole, waiting = dict[Future[CompileResult], None](), list[tuple[CompileJob, Parts]]()
+    whole, waiting = dict[Future[CompileResult], None](), list[tuple[CompileJob, GraphParts]]()
     futures, first = dict[str, Future[tuple[bytes, float]]](), dict[str, CompileJob]()
     for job in jobs:
-        if not isinstance(job.lowered, Parts):
+        if not isinstance(job.lowered, GraphParts):
             whole[pool.submit(_run_in_worker, job)] = None
             continue
         waiting.append((job, job.lowered))

@@ -13,12 +13,12 @@ from ...lowering.backend import backend
 from ...models import registry
 from ..notation import PrefillSize, format_prefill
 from .deployments import deployment, prefill_sizes
-from .instance import Instance
+from .instance import PlannedInstance
 from .planned import Options, Plan
 from .settings.sizes import ANY_SIZE_PREFILL
 
 
-def decode_sizes(options: Options, source: registry.ModelSource, instance: Instance) -> tuple[list[int], Limits, bool]:
+def decode_sizes(options: Options, source: registry.ModelSource, instance: PlannedInstance) -> tuple[list[int], Limits, bool]:
     """Decode batch sizes (none for a prefill instance), limits, and whether those are the deployment's.
 
     Raises:
@@ -49,7 +49,7 @@ def decode_sizes(options: Options, source: registry.ModelSource, instance: Insta
     return batches, _capped(limits, options.max_total_tokens), False
 
 
-def _default_sizes(options: Options, instance: Instance) -> tuple[int, ...]:
+def _default_sizes(options: Options, instance: PlannedInstance) -> tuple[int, ...]:
     """Sizes of the deployment or the target; on this machine no more rows than there are requests."""
     sizes, most = instance.buckets or instance.target.buckets, options.max_num_seqs
     if most is None or not instance.target.local or instance.limits:

@@ -7,12 +7,12 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ...graphs.ir.trace import Traced, trace
+from ...graphs.ir.trace import TracedProgram, trace
 from ...graphs.passes.optimise import optimise
-from ...graphs.spmd.partition import Partitioned, partition
+from ...graphs.spmd.partition import PartitionedProgram, partition
 from ...graphs.types import Bucket
 from ...lowering.backend import backend
-from ...lowering.lower import Lowered
+from ...lowering.lower import LoweredProgram
 from ...models import programs
 from .planned import Plan
 
@@ -30,9 +30,9 @@ class Staged:
     """
 
     bucket: Bucket
-    traced: Traced | None
-    partitioned: Partitioned
-    lowered: Lowered
+    traced: TracedProgram | None
+    partitioned: PartitionedProgram
+    lowered: LoweredProgram
 
     @property
     def texts(self) -> dict[str, str]:
@@ -41,7 +41,7 @@ class Staged:
         return texts | ({"traced": self.traced.as_text()} if self.traced else {})
 
 
-def partition_bucket(plan: Plan, bucket: Bucket) -> tuple[Traced | None, Partitioned]:
+def partition_bucket(plan: Plan, bucket: Bucket) -> tuple[TracedProgram | None, PartitionedProgram]:
     """A bucket's traced graph (on a single device only), and its partitioned graph after all passes.
 
     Raises:

@@ -98,7 +98,7 @@ class _NotCompiled(_Stage):
 class Traced(_NotCompiled):
     """A function as a graph over whole shapes."""
 
-    graph: tracing.Traced
+    graph: tracing.TracedProgram
 
     def partition(
         self, mesh: Mesh | Mapping[str, int] | str = "", rules: Rules | Mapping[str, str | tuple[str, ...]] | None = None
@@ -126,7 +126,7 @@ class Traced(_NotCompiled):
 class Partitioned(_NotCompiled):
     """The graph of one rank of a mesh, the same for all: local shapes, explicit collectives, and all passes done."""
 
-    graph: partitioning.Partitioned
+    graph: partitioning.PartitionedProgram
 
     @property
     def collectives(self) -> tuple[tuple[str, str, str], ...]:
@@ -170,8 +170,8 @@ class Partitioned(_NotCompiled):
 class Lowered(_NotCompiled):
     """The graph in the operators of a target."""
 
-    graph: lowering.Lowered
-    partitioned: partitioning.Partitioned
+    graph: lowering.LoweredProgram
+    partitioned: partitioning.PartitionedProgram
     target: Target
 
     def compile(self, *, progress: bool = True) -> Compiled:
@@ -199,8 +199,8 @@ class Compiled(_Stage):
         data: bytes of the executable.
     """
 
-    graph: lowering.Lowered
-    partitioned: partitioning.Partitioned
+    graph: lowering.LoweredProgram
+    partitioned: partitioning.PartitionedProgram
     target: Target
     data: bytes
 
@@ -279,7 +279,7 @@ class Compiled(_Stage):
             return backends.open_executable(file, self.graph.backend)
 
 
-def _compiled(chosen: backends.Backend, lowered: lowering.Lowered, cache: Path, progress: Progress) -> backends.Compiled:
+def _compiled(chosen: backends.Backend, lowered: lowering.LoweredProgram, cache: Path, progress: Progress) -> backends.CompiledFile:
     """Compiles a graph, part by part where the backend knows parts."""
     parts = chosen.parts(lowered, threads=THREADS) if chosen.suffix else None
     with progress.bar(f"compile {lowered.bucket.name} ({chosen.name})", len(parts.parts) if parts else 1) as bar:

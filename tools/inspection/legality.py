@@ -10,7 +10,7 @@ from ...graphs.errors import SpecError
 from ...lowering.artifact.artifact import Artifact, GraphEntry
 from ...lowering.ascend.legality import check
 from ...lowering.ascend.legality.assumptions import assumptions
-from ...lowering.ascend.legality.check import Checked
+from ...lowering.ascend.legality.check import CheckedGraph
 from ...lowering.ascend.shipped import shipped_graph
 from ...lowering.platform import Platform
 from . import views
@@ -24,7 +24,7 @@ def illegal(artifact: Artifact, entry: GraphEntry) -> dict[str, Any]:
     return {"illegal": [asdict(violation) | {"operators": operators} for violation, operators in checked.pairs()]}
 
 
-def _checked(artifact: Artifact, entry: GraphEntry) -> Checked | None:
+def _checked(artifact: Artifact, entry: GraphEntry) -> CheckedGraph | None:
     """What the check of a bucket's graph found; None where it has none for NPUs."""
     platform = Platform.of(artifact.manifest.platform)
     graph = shipped_graph(artifact, entry)

@@ -12,7 +12,7 @@ import torch
 
 from ...graphs.errors import VerifyError
 from ...graphs.passes.optimise import optimise
-from ...graphs.spmd.partition import Partitioned, partition
+from ...graphs.spmd.partition import PartitionedProgram, partition
 from ...graphs.steps.encode import ENCODE
 from ...graphs.types import DTYPES, Bucket, Mesh, Rules, Signature
 from ...lowering.artifact.manifest import GraphEntry, Manifest
@@ -20,7 +20,7 @@ from ...lowering.ascend.emulator.interpreter import Interpreter
 from ...lowering.ascend.shipped import ENCODINGS, ShippedGraph
 from ...lowering.backend import backend
 from ...lowering.backends.eager import EagerExecutable
-from ...lowering.lower import Lowered, lower_eager
+from ...lowering.lower import LoweredProgram, lower_eager
 from ...models import encode_step
 from ...models.sharding_rules import rules_of
 from ..agreement.alone import RowAlone, rows_alone
@@ -70,15 +70,15 @@ def verify_small(manifest: Manifest, bucket: Bucket, cache_dir: Path) -> dict[st
     model, mesh, chosen = full_model(manifest), Mesh.parse(manifest.mesh), backend(manifest.backend)
     tower, limits = _small(model.tower), replace(manifest.limits, picture_rows=2 + bucket.tokens)
 
-    def partitioned(dtype: torch.dtype, on: Mesh, bucket: Bucket) -> Partitioned:
+    def partitioned(dtype: torch.dtype, on: Mesh, bucket: Bucket) -> PartitionedProgram:
         rules = rules_of(model.config, on, bucket, expert_parallel=spreads(manifest))
         return optimise(partition(encode_step.program(model, tower, bucket, limits, dtype), on, rules))
 
-    def lowered(dtype: torch.dtype) -> Lowered:
+    def lowered(dtype: torch.dtype) -> LoweredProgram:
         # For no chip: a graph in another dtype than the artifact's is made to be compared, and no device takes it.
         return chosen.lower(partitioned(dtype, mesh, bucket))
 
-    def shipped(graph: Lowered) -> ShippedGraph:
+    def shipped(graph: LoweredProgram) -> ShippedGraph:
         return ENCODINGS[chosen.name].decode(chosen.compile(graph, cache_dir=cache_dir, threads=0).data)
 
     single, graph = replace(bucket, batch=1), lowered(torch.float32)

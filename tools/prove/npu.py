@@ -17,14 +17,14 @@ import torch
 from ...graphs.errors import GraphError, LoweringError, VerifyError
 from ...graphs.ops.packed_latents import parts_of
 from ...graphs.passes.optimise import optimise
-from ...graphs.spmd.partition import Partitioned, partition
+from ...graphs.spmd.partition import PartitionedProgram, partition
 from ...graphs.steps.table import kind_of
 from ...graphs.types import DTYPES, Bucket, Leaf, Signature
 from ...lowering.artifact.artifact import Artifact
 from ...lowering.ascend.emulator.interpreter import Interpreter
 from ...lowering.ascend.shipped import ENCODINGS, ShippedGraph
 from ...lowering.backend import backend
-from ...lowering.lower import Lowered
+from ...lowering.lower import LoweredProgram
 from ...lowering.platform import CPU, Platform
 from ...models import step
 from ..agreement.tolerances import FLOAT, QUANTISED, QUANTISED_LATENTS, AllowedDifferences
@@ -79,8 +79,8 @@ def verify_device(artifact: Artifact, cache_dir: Path, progress: Progress, *, st
 class BuiltCase:
     """A case's graph after each stage: partitioned, lowered to NPU operators, and as its backend ships it, read back from its file."""
 
-    partitioned: Partitioned
-    lowered: Lowered
+    partitioned: PartitionedProgram
+    lowered: LoweredProgram
     shipped: ShippedGraph | None
 
     @property

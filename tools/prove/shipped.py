@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from ...graphs.errors import NpucompileError, VerifyError
-from ...graphs.spmd.partition import Partitioned
+from ...graphs.spmd.partition import PartitionedProgram
 from ...graphs.steps.table import kind_of
 from ...graphs.types import DTYPES, Mesh, Rules, leaf_name
 from ...lowering import collectives_check
@@ -135,7 +135,7 @@ def rank_collectives(shipped: ShippedGraph, manifest: Manifest) -> list[list[col
     return [encoding_of(shipped).of_rank(shipped, rank, mesh) for rank in range(mesh.size)]
 
 
-def check_small_bucket(artifact: Artifact, case: BucketCase, partitioned: Partitioned, small_file: ShippedGraph) -> dict[str, float]:
+def check_small_bucket(artifact: Artifact, case: BucketCase, partitioned: PartitionedProgram, small_file: ShippedGraph) -> dict[str, float]:
     """Shipped graphs of a case's form have the collectives and operators of the small graph, with more and larger layers.
 
     Each kind of layer must have the same operators in the same numbers. In prefill only their types must be equal, because a longer

@@ -12,7 +12,7 @@ from ...graphs.steps.inputs import AXES
 from ...graphs.steps.table import StepInputs, kind_of
 from ...graphs.types import Bucket, Leaf
 from ..agreement.poisoned_steps import LiveRow, adjust, fill_row, random_words
-from ..agreement.pools import FreePlaces, Places, fill, filled_pages, is_picture_pool, is_request_slots, request_slot_pool
+from ..agreement.pools import FreePlaces, PoolPlaces, fill, filled_pages, is_picture_pool, is_request_slots, request_slot_pool
 from .reference_run import DRAFT_LOGITS, ReferenceRun
 from .small_model import PROMPT_EXCESS, BucketCase, SmallModel, model_params
 
@@ -37,7 +37,7 @@ class TraceRequest:
     """
 
     prompt: list[int]
-    own: Places
+    own: PoolPlaces
     sampling: Mapping[str, float]
     cached: int = 0
     written: Sequence[int] = ()
@@ -158,7 +158,7 @@ class _Recorder:
         for i in range(most if group % 2 == 0 and not self._idles(group) else 1):
             own = [free.pages.pop() for _ in range(limits.pages_per_request)], [free.slots.pop() for _ in range(limits.slots_per_request)]
             prompt, sampling = self._random_tokens(prompts[(i + group // 2) % 3]), SAMPLED if i == 1 else GREEDY
-            request = TraceRequest(prompt, Places(*own, free.request_slots.pop()), sampling)
+            request = TraceRequest(prompt, PoolPlaces(*own, free.request_slots.pop()), sampling)
             if i == 2 and self.steps_left:
                 # Its context ends with the last step if it accepts one draft in all.
                 self._set_random_state(self.states[group], request, limits.max_model_len - self.steps_left - 1)

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from ...graphs.errors import SpecError
 from ...lowering.artifact.artifact import Artifact
-from ...lowering.artifact.manifest import Setting
+from ...lowering.artifact.manifest import Variable
 from ...lowering.ascend import vendors
 from ...lowering.device import CPU
 from ...lowering.platform import Platform
@@ -43,7 +43,7 @@ class MergedEnvironment:
     notes: tuple[str, ...]
 
 
-def merged(planned: Mapping[str, Setting], environment: Mapping[str, str]) -> MergedEnvironment:
+def merged(planned: Mapping[str, Variable], environment: Mapping[str, str]) -> MergedEnvironment:
     """Compares the plan of an artifact (`Manifest.environment`) with a process's environment; a variable that is set keeps its value.
 
     Raises:
@@ -82,7 +82,7 @@ def applied(home: Home, artifact: Artifact, settings: RankSettings, progress: Pr
     if settings.device == CPU:
         return home
     vendors.check_vendors(home.environment.get(vendors.VARIABLE, ""), Platform.of(artifact.manifest.platform))
-    own = {"HCCL_IF_IP": Setting(address, "by it the other machines reach this one")} if address else {}
+    own = {"HCCL_IF_IP": Variable(address, "by it the other machines reach this one")} if address else {}
     if AIV in settings.off:
         home = home.without_variable(EXPANSION_MODE)
     environment = merged({**under(settings.off, artifact.manifest.environment), **own}, home.environment)

@@ -14,7 +14,7 @@ from pathlib import Path
 from ...graphs.errors import SpecError
 from ...graphs.types import Mesh
 from ...runtime.distributed.control_plane import RankError
-from ...runtime.distributed.nodes import Node, family, numbered
+from ...runtime.distributed.nodes import ClusterNode, family, numbered
 from ...runtime.distributed.rendezvous import RendezvousConfig
 
 MASTER_PORT = 29500
@@ -105,7 +105,7 @@ def node_config(
             timeout_s,
             hosts_store=rank == 0,
             token=token,
-            node=Node(rank, count),
+            node=ClusterNode(rank, count),
             starts_ranks=True,
         ),
         host_address,

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping
 
 from ...graphs.errors import SpecError
-from ...runtime.distributed.nodes import Node
+from ...runtime.distributed.nodes import ClusterNode
 from ...runtime.distributed.rendezvous import RendezvousConfig
 from .nodes import LOOPBACK, TOKEN_VARIABLE, located
 from .rank_settings import RankSettings
@@ -50,7 +50,7 @@ def launcher_config(environment: Mapping[str, str], settings: RankSettings) -> R
         hosts_store=rank == 0 and not agent_hosts_store,
         local_rank=_number(environment, "LOCAL_RANK") if "LOCAL_RANK" in environment else rank % local_size,
         token=token,
-        node=Node(machine, machines),
+        node=ClusterNode(machine, machines),
     )
     return config if machines == 1 else located(config, settings.host_address)
 

@@ -72,7 +72,7 @@ class Opened(NamedTuple):
     notes: tuple[str, ...]
 
 
-class Failed(NamedTuple):
+class DoorFailed(NamedTuple):
     """Why none can be."""
 
     message: str
@@ -84,7 +84,7 @@ class End(NamedTuple):
     now: bool
 
 
-class Door(Stop):
+class ServedDoor(Stop):
     """What the reading thread hands to the main one; it is stopped by records in the place of signals.
 
     Attributes:
@@ -115,7 +115,7 @@ def serve(settings: DoorSettings, listener: socket.socket, connection: Connectio
         signal.signal(number, signal.SIG_IGN)
     logging.basicConfig(level=logging.INFO if settings.verbose else logging.WARNING, format="%(asctime)s %(name)s %(message)s")
     allow_open_files()
-    door = Door()
+    door = ServedDoor()
     channel = Channel(connection, door.take, lambda: os._exit(1))
     file = settings.access_log
     with (
@@ -137,7 +137,7 @@ def serve(settings: DoorSettings, listener: socket.socket, connection: Connectio
                 service.tracing.model = service.model.name
                 last.callback(service.tracing.close)
         except NpucompileError as error:
-            channel.send(Failed(str(error)))
+            channel.send(DoorFailed(str(error)))
             channel.close()
             return
         if access:

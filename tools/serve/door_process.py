@@ -17,7 +17,7 @@ from ...lowering.artifact.artifact import Artifact
 from ...runtime.channel import Channel
 from ...runtime.engine_host import EngineHost, Revive
 from ...runtime.executor import ExecutorFacts
-from .door import DoorSettings, End, Failed, Open, Opened
+from .door import DoorFailed, DoorSettings, End, Open, Opened
 from .serving import StartedEngine
 
 log = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ class DoorProcess:
 
     def __init__(self, settings: DoorSettings, listener: socket.socket, environment: Mapping[str, str]) -> None:
         self._settings, self._listener, self._environment = settings, listener, dict(environment)
-        self._answers: SimpleQueue[Opened | Failed] = SimpleQueue()
+        self._answers: SimpleQueue[Opened | DoorFailed] = SimpleQueue()
         self._host: EngineHost | None = None
         self._opens: Callable[[], None] | None = None
         self._give_up: Callable[[str], None] = lambda _: None
@@ -71,7 +71,7 @@ class DoorProcess:
             NpucompileError: the door cannot serve the artifact, or has ended.
         """
         answer = self._answers.get()
-        if isinstance(answer, Failed):
+        if isinstance(answer, DoorFailed):
             raise NpucompileError(answer.message)
         return answer
 
@@ -103,7 +103,7 @@ class DoorProcess:
         threading.Thread(target=self._watch, args=(self._process,), name="npucompile-door", daemon=True).start()
 
     def _take(self, record: Any) -> None:
-        if isinstance(record, Opened | Failed):
+        if isinstance(record, Opened | DoorFailed):
             self._serves = isinstance(record, Opened)
             self._answers.put(record)
         elif self._host:
@@ -118,7 +118,7 @@ class DoorProcess:
         if not self._serves:
             # Another one would end as this one did.
             why = f"the process that speaks with clients ended with status {status} before it served any; see above"
-            self._answers.put(Failed(why))
+            self._answers.put(DoorFailed(why))
             self._give_up(why)
             return
         self._serves = False

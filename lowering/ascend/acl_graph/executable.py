@@ -20,7 +20,7 @@ from .. import fold
 from ..convert import shape_of
 from .file import AclFile
 from .formats import weight_operands
-from .program import AclProgram, Segment
+from .program import AclProgram, GraphSegment
 from .updates import Updates
 
 WARM_UPS = 2
@@ -72,7 +72,7 @@ class AclEngine(Protocol):
         """While it is entered, operators are queued where segments are captured, behind what was queued before."""
         ...
 
-    def capture(self, program: AclProgram, segment: Segment, values: list[Any]) -> Captured:
+    def capture(self, program: AclProgram, segment: GraphSegment, values: list[Any]) -> Captured:
         """Captures a segment.
 
         Args:
@@ -83,7 +83,7 @@ class AclEngine(Protocol):
         """
         ...
 
-    def launch(self, program: AclProgram, segment: Segment, values: list[Any]) -> None:
+    def launch(self, program: AclProgram, segment: GraphSegment, values: list[Any]) -> None:
         """Queues the operators of a segment, and adds their values."""
         ...
 

@@ -18,7 +18,7 @@ from ....graphs.errors import LoweringError
 from ...artifact import graph_io
 from ...device_error import named, with_way_out
 from .. import packages
-from .program import AclProgram, Call, Segment, Value, run
+from .program import AclProgram, GraphSegment, TorchCall, Value, run
 from .updates import Updates
 
 _PACKAGES = {"_C_ascend": ("vllm_ascend.vllm_ascend_C", packages.LOAD["vllm-ascend"])}
@@ -91,7 +91,7 @@ class NpuAclEngine:
             yield
         self._torch_npu.npu.synchronize()
 
-    def capture(self, program: AclProgram, segment: Segment, values: list[Any]) -> NpuSegment:
+    def capture(self, program: AclProgram, segment: GraphSegment, values: list[Any]) -> NpuSegment:
         """Captures a segment into the memory that all graphs share.
 
         Raises:
@@ -117,7 +117,7 @@ class NpuAclEngine:
             values[number] = local[number]
         return NpuSegment(graph, tuple(call for call in segment.calls if call.takes_lists))
 
-    def launch(self, program: AclProgram, segment: Segment, values: list[Any]) -> None:
+    def launch(self, program: AclProgram, segment: GraphSegment, values: list[Any]) -> None:
         """Launches the operators of a segment.
 
         Raises:
@@ -126,7 +126,7 @@ class NpuAclEngine:
         with named(f"an operator on {self.name}"):
             self._run(segment, values)
 
-    def _run(self, segment: Segment, values: list[Any]) -> None:
+    def _run(self, segment: GraphSegment, values: list[Any]) -> None:
         """Runs operators on their streams. A capture takes the second in when that waits for the first."""
         if segment.streams == 1:
             run(segment.calls, values)
@@ -169,7 +169,7 @@ class NpuSegment:
         updated: its operators that take lists, in the order in which torch_npu recorded them.
     """
 
-    def __init__(self, graph: Any, updated: tuple[Call, ...]) -> None:
+    def __init__(self, graph: Any, updated: tuple[TorchCall, ...]) -> None:
         self._graph, self._updated = graph, updated
 
     def replay(self) -> None:
@@ -194,5 +194,5 @@ def _check_package(namespace: str, operator: str) -> None:
         raise LoweringError(f"the graph calls {namespace}::{operator}; the installed {module} has no kernel of it for NPUs")
 
 
-def _lists_of(call: Call, lists: Mapping[int, list[int]]) -> dict[str, list[int]]:
+def _lists_of(call: TorchCall, lists: Mapping[int, list[int]]) -> dict[str, list[int]]:
     return {name: lists[value] for name, value in call.kwargs.items() if isinstance(value, Value) and int(value) in lists}

@@ -23,7 +23,7 @@ Find = Callable[[str], Callable[..., Any]]
 
 
 @dataclass(frozen=True)
-class Call:
+class TorchCall:
     """One operator of a rank.
 
     Attributes:
@@ -57,7 +57,7 @@ class Value(int):
 
 
 @dataclass(frozen=True)
-class Segment:
+class GraphSegment:
     """A part of a graph between two reads of the host.
 
     Attributes:
@@ -67,7 +67,7 @@ class Segment:
         fetched: numbers of the values that the host reads behind it.
     """
 
-    calls: tuple[Call, ...]
+    calls: tuple[TorchCall, ...]
     keeps: tuple[int, ...]
     lists: tuple[int, ...]
     fetched: tuple[int, ...]
@@ -112,7 +112,7 @@ class AclProgram:
         self.reads = frozenset(i for i, node in enumerate(self.nodes[: acl_file.operands]) if node.users)
         self.segments = self._segments(graph)
 
-    def _segments(self, graph: GraphModule) -> tuple[Segment, ...]:
+    def _segments(self, graph: GraphModule) -> tuple[GraphSegment, ...]:
         last = {source: node for node in graph.graph.nodes for source in node.all_input_nodes}
         second = beside(self.file, self.nodes)
         borders = [self.file.operands, *self.file.cuts, len(self.nodes)]
@@ -129,18 +129,18 @@ class AclProgram:
             ordered = order(part, second, inside)
             awaited = set(ordered.waits.values())
             calls = tuple(self._call(node, ordered, node in second, node in awaited) for node in part)
-            segments.append(Segment(calls, tuple(keeps), tuple(sorted(map(self._at, here))), tuple(sorted(map(self._at, ready)))))
+            segments.append(GraphSegment(calls, tuple(keeps), tuple(sorted(map(self._at, here))), tuple(sorted(map(self._at, ready)))))
         return tuple(segments)
 
     def _at(self, node: Node) -> int:
         return int(self._numbers[node])
 
-    def _call(self, node: Node, ordered: Order, second: bool, awaited: bool) -> Call:
+    def _call(self, node: Node, ordered: Order, second: bool, awaited: bool) -> TorchCall:
         dead, waits = tuple(map(self._at, ordered.frees.get(node, ()))), ordered.waits.get(node)
         name, args, kwargs = str(node.target), self._bound(node.args), self._bound(dict(node.kwargs))
         if name in GROUP_ARGUMENTS:
             args, kwargs = self._in_group(node, name, args, kwargs)
-        return Call(
+        return TorchCall(
             self._at(node), name, self._find(name), args, kwargs, dead, name in HOST_LISTS,
             not on_host(node), second, -1 if waits is None else self._at(waits), awaited,
         )  # fmt: skip
@@ -171,7 +171,7 @@ class AclProgram:
         return tuple(values.values()), kwargs
 
 
-def run(calls: Sequence[Call], values: list[Any]) -> None:
+def run(calls: Sequence[TorchCall], values: list[Any]) -> None:
     """Runs operators over `values`, by number of the node; dead ones become None."""
     for call in calls:
         values[call.number] = call.target(*filled(call.args, values), **filled(call.kwargs, values))

@@ -14,12 +14,12 @@ import torch
 
 from ....graphs.errors import LoweringError
 from ...artifact import graph_io
-from ..acl_graph.program import AclProgram, Call, Segment, Value
+from ..acl_graph.program import AclProgram, GraphSegment, TorchCall, Value
 from ..operators.table import GROUP_ARGUMENTS, group_of
 from .checks import check_captured_formats, check_communication, check_segment
 from .device_state import DeviceState
 from .memory import DeviceTensor, allocate
-from .program import Program
+from .program import EmulatedProgram
 from .torch_program import TorchStep, collected, kernel_of
 
 POLL_S = 0.05
@@ -40,7 +40,7 @@ class EmulatedAclEngine:
         self.name, self.updates, self._state, self._groups = state.name, state.updates, state, groups
         self._fingerprint = hashlib.blake2b(graph, digest_size=16).digest()
         self._graph_name, self._held = name, list[Any]()
-        self._running, self._steps = Program(), dict[int, TorchStep]()
+        self._running, self._steps = EmulatedProgram(), dict[int, TorchStep]()
         self._pinned: dict[int, torch.Tensor] = {}
         self._count = 0
 
@@ -73,7 +73,7 @@ class EmulatedAclEngine:
         """There is one stream."""
         return contextlib.nullcontext()
 
-    def capture(self, program: AclProgram, segment: Segment, values: list[Any]) -> EmulatedSegment:
+    def capture(self, program: AclProgram, segment: GraphSegment, values: list[Any]) -> EmulatedSegment:
         """Captures a segment: its results lie at the same addresses in every replay.
 
         Raises:
@@ -88,7 +88,7 @@ class EmulatedAclEngine:
         self._allocate(program, segment, values)
         return EmulatedSegment(self, program, segment, values)
 
-    def launch(self, program: AclProgram, segment: Segment, values: list[Any]) -> None:
+    def launch(self, program: AclProgram, segment: GraphSegment, values: list[Any]) -> None:
         """Queues a segment with new results; the lists that it takes are in `values`."""
         lists = {number: values[number] for number in segment.lists}
         self._allocate(program, segment, values)
@@ -108,7 +108,7 @@ class EmulatedAclEngine:
 
         return read
 
-    def queue(self, program: AclProgram, segment: Segment, values: list[Any], lists: Callable[[], Mapping[int, list[int]]]) -> None:
+    def queue(self, program: AclProgram, segment: GraphSegment, values: list[Any], lists: Callable[[], Mapping[int, list[int]]]) -> None:
         """Queues the operators of a segment.
 
         Args:
@@ -123,14 +123,14 @@ class EmulatedAclEngine:
         what = f"step {self._count} of {self._graph_name}"
         self._state.stream.launch(what, lambda: self._run(program, segment, values, lists, first))
 
-    def _allocate(self, program: AclProgram, segment: Segment, values: list[Any]) -> None:
+    def _allocate(self, program: AclProgram, segment: GraphSegment, values: list[Any]) -> None:
         here = {call.number for call in segment.calls}
         for number in {*segment.fetched, *program.results} & here:
             val = program.vals[number]
             values[number] = allocate(self._state.stream, self._state.pinned, val.shape, val.dtype)
 
     def _run(
-        self, program: AclProgram, segment: Segment, values: list[Any], lists: Callable[[], Mapping[int, list[int]]], first: bool
+        self, program: AclProgram, segment: GraphSegment, values: list[Any], lists: Callable[[], Mapping[int, list[int]]], first: bool
     ) -> None:
         """Runs a segment, on the stream. Values between segments are kept here; the host knows only those that it reads."""
         if first:
@@ -155,19 +155,19 @@ class EmulatedAclEngine:
         return None if tensor is None or number not in program.reads else tensor.read(program.leaves[number] or f"number {number}")
 
 
-def in_some_order(calls: Sequence[Call], *, second_first: bool) -> Iterator[Call]:
+def in_some_order(calls: Sequence[TorchCall], *, second_first: bool) -> Iterator[TorchCall]:
     """An order that two streams may take: one of them goes on until it waits for the other.
 
     Args:
         calls: of a segment; views and unpackings are there with what they are of.
         second_first: which goes on.
     """
-    views: dict[int, list[Call]] = {}
+    views: dict[int, list[TorchCall]] = {}
     for call in calls:
         if not call.launches:
             views.setdefault(next(iter(collected((call.args, call.kwargs), Value)), -1), []).append(call)
 
-    def with_views(call: Call) -> Iterator[Call]:
+    def with_views(call: TorchCall) -> Iterator[TorchCall]:
         yield call
         for view in views.pop(call.number, ()):
             yield from with_views(view)
@@ -191,7 +191,7 @@ class EmulatedSegment:
         values: operands and results, whose memory every replay reads and writes.
     """
 
-    def __init__(self, engine: EmulatedAclEngine, program: AclProgram, segment: Segment, values: list[Any]) -> None:
+    def __init__(self, engine: EmulatedAclEngine, program: AclProgram, segment: GraphSegment, values: list[Any]) -> None:
         self._engine, self._program, self._segment, self._values = engine, program, segment, list(values)
         self._addresses = [tensor.data_ptr() if isinstance(tensor, DeviceTensor) else None for tensor in self._values]
         self._lists: queue.SimpleQueue[Mapping[int, list[int]]] = queue.SimpleQueue()

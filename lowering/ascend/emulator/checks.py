@@ -10,8 +10,8 @@ import torch
 from ....graphs.errors import LoweringError
 from ...artifact import graph_io
 from ..acl_graph import formats as captured_formats
-from ..acl_graph.program import AclProgram, Segment
-from ..acl_graph.program import Call as AclCall
+from ..acl_graph.program import AclProgram, GraphSegment
+from ..acl_graph.program import TorchCall as AclCall
 from ..ge_file import GROUPS, GeFile, parse
 from ..inspect_ge import follow_memory
 from ..nz_weights import fills_tiles, int4_words, is_weight, only_nz
@@ -142,7 +142,7 @@ def check_communication(steps: Iterable[Step], state: DeviceState, graph: str) -
 # --- captures ---
 
 
-def check_segment(program: AclProgram, segment: Segment, state: DeviceState, groups: Collection[str]) -> None:
+def check_segment(program: AclProgram, segment: GraphSegment, state: DeviceState, groups: Collection[str]) -> None:
     """Refuses operators that cannot be captured, and more captured graphs than a device has streams for.
 
     A captured operator may not wait for the device: no size or branch may depend on what it computes (docs/zh/developer_notes/npugraph.md

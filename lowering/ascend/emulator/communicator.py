@@ -29,7 +29,7 @@ class _Pending:
     messages: dict[int, torch.Tensor] = field(default_factory=dict)
 
 
-class Communicator:
+class EmulatedCommunicator:
     """One group of ranks, as this member sees it. The first member collects the inputs and sends them to all.
 
     Attributes:

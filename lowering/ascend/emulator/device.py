@@ -21,12 +21,12 @@ from ..device import GeEngine, GeExecutable
 from ..ge_file import decode, messages, patched
 from .acl_engine import EmulatedAclEngine
 from .checks import declared_model
-from .communicator import Communicator
+from .communicator import EmulatedCommunicator
 from .device_state import DeviceState
 from .emulated_graph import EmulatedGraph
 from .fault import Fault
 from .memory import DeviceTensor, PinnedMemory, allocate, check_arrived, forget, to_nz
-from .stream import Stream, StreamEvent
+from .stream import EmulatedEvent, Stream
 
 VERSION = "emulated-1"
 """Changes whenever compiled graphs of this device would not run on it any more."""
@@ -68,7 +68,7 @@ class EmulatedDevice:
         """
         return to_nz(weight)
 
-    def record(self) -> StreamEvent:
+    def record(self) -> EmulatedEvent:
         """An event behind everything queued so far."""
         return self._state.stream.record()
 
@@ -98,7 +98,7 @@ class EmulatedDevice:
         """
         names, self._state.rank = {}, rank
         for symbol, group in sorted(groups.items()):
-            communicator = Communicator(symbol, group, rank)
+            communicator = EmulatedCommunicator(symbol, group, rank)
             communicator.name = names[symbol] = f"emulated/{symbol}/{communicator.ranks[0]}"
             self._state.communicators[communicator.name] = communicator
         return names

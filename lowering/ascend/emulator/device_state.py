@@ -9,10 +9,10 @@ from typing import Any
 
 from ....graphs.errors import LoweringError
 from ..acl_graph.updates import Updates
-from .communicator import Communicator
+from .communicator import EmulatedCommunicator
 from .fault import Fault
 from .memory import PinnedMemory
-from .program import Exchange, Program, Step
+from .program import EmulatedProgram, Exchange, Step
 from .stream import Stream
 
 
@@ -62,7 +62,7 @@ class DeviceState:
     pinned: PinnedMemory
     version: str
     rank: int = 0
-    communicators: dict[str, Communicator] = field(default_factory=dict)
+    communicators: dict[str, EmulatedCommunicator] = field(default_factory=dict)
     owners: dict[str, tuple[str, str]] = field(default_factory=dict)
     options: dict[str, str] | None = None
     streams: int = 0
@@ -107,7 +107,7 @@ class DeviceState:
         return run
 
     @contextlib.contextmanager
-    def running(self, program: Program) -> Iterator[None]:
+    def running(self, program: EmulatedProgram) -> Iterator[None]:
         """Says, while a program runs on the stream, how far it is, and names the operator that fails.
 
         Raises:

@@ -19,7 +19,7 @@ from ..convert import shape_of
 from ..inspect_ge import misnamed, shape
 from ..operators.call import Call, GeOp, Results, Value, group_of, read
 from ..operators.table import BY_TYPE, FUNCTIONS, GROUP_FUNCTIONS, VIEWS, WRITES
-from .program import Exchange, MeshExchange, Program, Step, Values, set_last_uses
+from .program import EmulatedProgram, Exchange, MeshExchange, Step, Values, set_last_uses
 
 ORDERS = ("file", "reversed-ready", "sides-first", "sides-last")
 BORDER = ("Data", "Const", "NetOutput")
@@ -117,7 +117,7 @@ class GeStep(Step):
         return value.contiguous()
 
 
-class GeProgram(Program):
+class GeProgram(EmulatedProgram):
     """The operators of a graph in an order in which they may run.
 
     Memory behaves as in GE: operators that write in place write their input, views share memory with their input, everything else gets

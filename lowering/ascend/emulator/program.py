@@ -71,7 +71,7 @@ Exchange = Callable[[Step, list[Any]], Sequence[Any]]
 Observe = Callable[[Step, Any], None]
 
 
-class Program:
+class EmulatedProgram:
     """Operators in an order in which they may run.
 
     Attributes:

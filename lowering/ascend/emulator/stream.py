@@ -14,7 +14,7 @@ Job = Callable[[], None]
 CLOSE_S = 5.0
 
 
-class StreamEvent:
+class EmulatedEvent:
     """A place in a stream, see `lowering.device.Event`."""
 
     def __init__(self, stream: Stream) -> None:
@@ -51,7 +51,7 @@ class Stream:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self._jobs: queue.SimpleQueue[tuple[str, Job] | StreamEvent | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[str, Job] | EmulatedEvent | None] = queue.SimpleQueue()
         self._failure: BaseException | None = None
         self._current: str | None = None
         self._details: Callable[[], str] | None = None
@@ -83,9 +83,9 @@ class Stream:
         self.launch(what, job)
         self._last.wait()
 
-    def record(self) -> StreamEvent:
+    def record(self) -> EmulatedEvent:
         """An event behind everything queued so far."""
-        event = StreamEvent(self)
+        event = EmulatedEvent(self)
         if self._thread.is_alive():
             self._jobs.put(event)
         else:
@@ -124,7 +124,7 @@ class Stream:
     def _run(self) -> None:
         torch.set_num_threads(self._num_threads)
         while (item := self._jobs.get()) is not None:
-            if isinstance(item, StreamEvent):
+            if isinstance(item, EmulatedEvent):
                 item.set(self._failure)
             elif self._failure is None:
                 self._current, self._details = item[0], None

@@ -18,7 +18,7 @@ from ...artifact import graph_io
 from ..acl_graph.program import Value, filled
 from ..operators.record import Arguments
 from ..operators.table import BY_TARGET, FORMS, GROUP_KERNELS, KERNELS, group_of
-from .program import Exchange, Program, Step, Values, set_last_uses
+from .program import EmulatedProgram, Exchange, Step, Values, set_last_uses
 
 _PLAIN = ("aten", NAMESPACE, ordering.NAMESPACE)
 _NAMED = ("aten.", "operator.")
@@ -74,7 +74,7 @@ class TorchStep(Step):
         values[self.number] = results
 
 
-class TorchProgram(Program):
+class TorchProgram(EmulatedProgram):
     """A graph of torch operators; calls of bodies are inlined. Devices are the CPU.
 
     Its nodes are aten operators, primitives, NPU operators that have CPU kernels, and collectives.

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ...platform import Platform
-from .check import DEFAULT, Checked
+from .check import DEFAULT, CheckedGraph
 from .table import table
 
 CALL = "call"
@@ -31,7 +31,7 @@ class Assumption:
     operators: int
 
 
-def assumptions(checked: Iterable[Checked], platform: Platform = DEFAULT) -> list[Assumption]:
+def assumptions(checked: Iterable[CheckedGraph], platform: Platform = DEFAULT) -> list[Assumption]:
     """Assumptions that graphs rely on, those with the most operators first.
 
     Args:

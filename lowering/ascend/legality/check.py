@@ -53,7 +53,7 @@ class Violation:
 
 
 @dataclass
-class Checked:
+class CheckedGraph:
     """What a check of a graph found.
 
     Attributes:
@@ -109,7 +109,7 @@ def has_kernels(params: Iterable[Leaf]) -> bool:
     return max((shape[0] for path, shape in leaves.items() if len(shape) == 1 and path not in beside), default=0) >= SMALLEST_MODEL
 
 
-def examine(graph: GeFile | AclFile, platform: Platform = DEFAULT, facts: Table | None = None) -> Checked:
+def examine(graph: GeFile | AclFile, platform: Platform = DEFAULT, facts: Table | None = None) -> CheckedGraph:
     """What CANN would refuse of a graph on a platform, and which rows of the table the graph relies on.
 
     Args:
@@ -144,7 +144,7 @@ class Checker:
     """Checks operators, each combination of type, operands and attributes once."""
 
     def __init__(self, facts: Table, platform: Platform, options: Mapping[str, str]) -> None:
-        self.checked = Checked()
+        self.checked = CheckedGraph()
         self._facts, self._platform, self._options = facts, platform, options
 
     def add(self, node: Node, copies: int = 1) -> None:

@@ -17,7 +17,7 @@ _FILE = Path(__file__).with_name("threads.json")
 
 
 @dataclass(frozen=True)
-class Source:
+class ThreadSource:
     """The operator whose output an input is.
 
     Attributes:
@@ -47,7 +47,7 @@ class Given:
     text: str
     inputs: Mapping[str, str] = field(default_factory=dict)
     attributes: Mapping[str, Any] = field(default_factory=dict)
-    sources: Mapping[str, Source] = field(default_factory=dict)
+    sources: Mapping[str, ThreadSource] = field(default_factory=dict)
     beside: tuple[str, ...] = ()
     filled: tuple[str, ...] = ()
 
@@ -138,7 +138,7 @@ def _thread(row: Mapping[str, Any]) -> Thread:
 
 
 def _given(row: Mapping[str, Any]) -> Given:
-    sources = {slot: Source(**source) for slot, source in row.get("sources", {}).items()}
+    sources = {slot: ThreadSource(**source) for slot, source in row.get("sources", {}).items()}
     return Given(**{**row, "sources": sources, "beside": tuple(row.get("beside", ())), "filled": tuple(row.get("filled", ()))})
 
 

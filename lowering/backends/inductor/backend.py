@@ -20,7 +20,7 @@ from ....graphs.errors import LoweringError
 from ....graphs.step_inputs import kind_of
 from ....graphs.types import Bucket
 from ... import isa
-from ...backend import Backend, Compiled, Kind, Part, Parts
+from ...backend import Backend, CompiledFile, GraphKind, GraphPart, GraphParts
 from ...platform import CPU, Platform
 from . import unpacking
 from .packing import Layout, Packer
@@ -28,10 +28,10 @@ from .packing import Layout, Packer
 if TYPE_CHECKING:
     from torch.fx import GraphModule
 
-    from ....graphs.spmd.partition import Partitioned
+    from ....graphs.spmd.partition import PartitionedProgram
     from ...executable import HostExecutable
-    from ...lower import Lowered
-    from .program import Program
+    from ...lower import LoweredProgram
+    from .program import BodyProgram
     from .sizes import CommonGraph, Sizes
 
 NAME = "inductor"
@@ -151,7 +151,7 @@ def _only(files: Mapping[str, bytes], suffix: str) -> bytes:
     return content
 
 
-def _joint(program: Program, graph: GraphModule) -> bytes:
+def _joint(program: BodyProgram, graph: GraphModule) -> bytes:
     """What joins the parts of a graph: the program of its calls, and the layouts of its parameters as JSON, empty where none is packed."""
     from .layouts import layouts
 
@@ -178,13 +178,13 @@ def _error_line(error: BaseException) -> str:
 
 @dataclass(frozen=True)
 class InductorKind:
-    """`Kind` of graphs that differ in numbers which are made of sizes."""
+    """`GraphKind` of graphs that differ in numbers which are made of sizes."""
 
     common: CommonGraph
-    parts: Parts
+    parts: GraphParts
 
-    def holds(self, lowered: Lowered) -> bool:
-        """As `Kind`."""
+    def holds(self, lowered: LoweredProgram) -> bool:
+        """As `GraphKind`."""
         from .sizes import sizes_of
 
         return self.common.holds(lowered.graph, sizes_of(lowered.bucket, lowered.signature))
@@ -202,7 +202,7 @@ class Inductor(Backend):
 
         native.archive(aoti.compiler()[0], aoti.instruction_set() or "native", cache_dir.resolve())
 
-    def lower(self, partitioned: Partitioned, platform: Platform = CPU) -> Lowered:
+    def lower(self, partitioned: PartitionedProgram, platform: Platform = CPU) -> LoweredProgram:
         """Replaces primitives by aten operators and native kernels, in each body once, and gives parameters their layouts; bodies write
         state in place. A graph of few layers becomes one body (`compiles_sooner_as_one`)."""
         from ...lower import lower_bodies, lower_inline
@@ -214,7 +214,7 @@ class Inductor(Backend):
         choose(lowered.graph)
         return lowered
 
-    def parts(self, lowered: Lowered, *, threads: int) -> Parts:
+    def parts(self, lowered: LoweredProgram, *, threads: int) -> GraphParts:
         """The bodies that a graph calls, and the program of its calls; a graph without calls is one body.
 
         Raises:
@@ -228,7 +228,7 @@ class Inductor(Backend):
 
         return () if bucket.q_len < kind_of(bucket).least else samples(bucket)
 
-    def kind(self, samples: Sequence[Lowered], *, threads: int) -> Kind:
+    def kind(self, samples: Sequence[LoweredProgram], *, threads: int) -> GraphKind:
         """What the graphs of a kind have in common: all but numbers that are made of sizes.
 
         Raises:
@@ -240,7 +240,7 @@ class Inductor(Backend):
         common = CommonGraph.of([lowered.graph for lowered in samples], sizes)
         return InductorKind(common, self._parts(samples, sizes, threads))
 
-    def _parts(self, lowered: Sequence[Lowered], sizes: Sequence[Sizes], threads: int) -> Parts:
+    def _parts(self, lowered: Sequence[LoweredProgram], sizes: Sequence[Sizes], threads: int) -> GraphParts:
         """Of one graph, or of one that was lowered for several sizes."""
         from .program import one_call, program_of
         from .sizes import called
@@ -252,20 +252,20 @@ class Inductor(Backend):
             check_operators(graph)
         if not names:
             program = one_call(len(first.signature.operands), len(first.signature.outputs))
-            return Parts((self._part(graphs, sizes, threads),), _joint(program, first.graph))
+            return GraphParts((self._part(graphs, sizes, threads),), _joint(program, first.graph))
         parts = {name: self._part(body, sizes, threads) for name, body in bodies.items()}
         different = tuple({part.key: part for part in parts.values()}.values())
         program = program_of(first.graph, {name: different.index(part) for name, part in parts.items()})
-        return Parts(different, _joint(program, first.graph))
+        return GraphParts(different, _joint(program, first.graph))
 
-    def _part(self, graphs: Sequence[GraphModule], sizes: Sequence[Sizes], threads: int) -> Part:
+    def _part(self, graphs: Sequence[GraphModule], sizes: Sequence[Sizes], threads: int) -> GraphPart:
         from ...artifact import graph_io
 
         data = msgpack.packb([[graph_io.encode(graph) for graph in graphs], [sorted(each.items()) for each in sizes]])
         # The options hold the versions of compiler and kernels; of torch, a change of the code that it generates.
-        return Part(hashlib.sha256(data + repr((torch.__version__, sorted(self.options(threads).items()))).encode()).hexdigest(), data)
+        return GraphPart(hashlib.sha256(data + repr((torch.__version__, sorted(self.options(threads).items()))).encode()).hexdigest(), data)
 
-    def compile_part(self, part: Part, *, cache_dir: Path, threads: int) -> bytes:
+    def compile_part(self, part: GraphPart, *, cache_dir: Path, threads: int) -> bytes:
         """The files of one compiled body.
 
         Raises:
@@ -293,7 +293,7 @@ class Inductor(Backend):
         kept.keep(part.key, data := pack_files(files))
         return data
 
-    def join(self, parts: Parts, compiled: Sequence[bytes], *, cache_dir: Path) -> Compiled:
+    def join(self, parts: GraphParts, compiled: Sequence[bytes], *, cache_dir: Path) -> CompiledFile:
         """The package of a graph, which calls its compiled bodies by the program."""
         from . import aoti, native
         from .parts import unpack_files
@@ -305,9 +305,9 @@ class Inductor(Backend):
         files = {f"body{i}.bin": content for i, content in enumerate(libraries)}
         files |= {f"stitched{METADATA}": _only(bodies[0], f".wrapper{METADATA}"), "stitched.so": library.read_bytes()}
         files["program.bin"] = joint["program"] + encoded_sizes(libraries)
-        return Compiled(package(files, _packing_entries(joint["layouts"], cache_dir.resolve())))
+        return CompiledFile(package(files, _packing_entries(joint["layouts"], cache_dir.resolve())))
 
-    def compile(self, lowered: Lowered, *, cache_dir: Path, threads: int) -> Compiled:
+    def compile(self, lowered: LoweredProgram, *, cache_dir: Path, threads: int) -> CompiledFile:
         """Compiles a graph of aten and native operators, or of calls of bodies of them, into a package.
 
         Raises:

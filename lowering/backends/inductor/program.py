@@ -21,7 +21,7 @@ UNREAD = -1
 
 
 @dataclass(frozen=True)
-class Call:
+class BodyCall:
     """One call of a body.
 
     Attributes:
@@ -36,19 +36,19 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Program:
+class BodyProgram:
     """The calls of one step.
 
     Attributes:
         inputs: number of operands.
         values: number of values, operands included.
         calls: in order.
-        results: as `Call.reads`.
+        results: as `BodyCall.reads`.
     """
 
     inputs: int
     values: int
-    calls: tuple[Call, ...]
+    calls: tuple[BodyCall, ...]
     results: tuple[tuple[int, bool], ...]
 
     def encode(self) -> bytes:
@@ -64,7 +64,7 @@ class Program:
         return np.array(numbers, "<i4").tobytes()
 
 
-def program_of(graph: GraphModule, numbers: Mapping[str, int]) -> Program:
+def program_of(graph: GraphModule, numbers: Mapping[str, int]) -> BodyProgram:
     """The program of a graph of operands, calls, unpackings and an output.
 
     Args:
@@ -91,15 +91,15 @@ def program_of(graph: GraphModule, numbers: Mapping[str, int]) -> Program:
     returned = [values[node] for node in results_of(graph)]
     last = _last_reads([*(reads for _, reads, _ in calls), returned])
     marked = tuple(
-        Call(numbers[str(node.target)], tuple(zip(reads, next(last), strict=True)), tuple(results)) for node, reads, results in calls
+        BodyCall(numbers[str(node.target)], tuple(zip(reads, next(last), strict=True)), tuple(results)) for node, reads, results in calls
     )
-    return Program(inputs, count, marked, tuple(zip(returned, next(last), strict=True)))
+    return BodyProgram(inputs, count, marked, tuple(zip(returned, next(last), strict=True)))
 
 
-def one_call(operands: int, results: int) -> Program:
+def one_call(operands: int, results: int) -> BodyProgram:
     """The program that calls a single body with all operands, and returns its results."""
     reads, values = tuple((i, True) for i in range(operands)), range(operands, operands + results)
-    return Program(operands, operands + results, (Call(0, reads, tuple(values)),), tuple((value, True) for value in values))
+    return BodyProgram(operands, operands + results, (BodyCall(0, reads, tuple(values)),), tuple((value, True) for value in values))
 
 
 def encoded_sizes(bodies: Sequence[bytes]) -> bytes:

@@ -16,10 +16,10 @@ from npucompile.graphs.errors import GraphError
 from npucompile.graphs.invariants import check
 from npucompile.graphs.ir.block import block
 from npucompile.graphs.ir.flatten import bodies
-from npucompile.graphs.ir.trace import Traced, trace
+from npucompile.graphs.ir.trace import TracedProgram, trace
 from npucompile.graphs.passes.optimise import optimise
 from npucompile.graphs.spmd.layout import constrain
-from npucompile.graphs.spmd.partition import Partitioned, partition
+from npucompile.graphs.spmd.partition import PartitionedProgram, partition
 from npucompile.graphs.spmd.region import Sum, axis_index, shard_map
 from npucompile.graphs.types import Aval, Bucket, Mesh, Program, Rules, Tree
 from npucompile.lowering.ascend.emulator.interpreter import Interpreter
@@ -37,7 +37,7 @@ def program(step: Step, **params: Aval) -> Program:
     return Program("toy", Bucket("decode", 4, 1), forward, params, {}, {"x": Aval((4, 6), F32)})
 
 
-def traced(step: Step, **params: Aval) -> Traced:
+def traced(step: Step, **params: Aval) -> TracedProgram:
     SEEN.clear()
     return trace(program(step, **params))
 
@@ -236,7 +236,7 @@ def layouts(x: torch.Tensor, w: torch.Tensor) -> Tree:
     return {"whole": x * 2, "split": hidden, "sum": ops.linear(hidden, w), "given": w}
 
 
-def sharded(step: Step, mesh: str = "tp=2") -> Partitioned:
+def sharded(step: Step, mesh: str = "tp=2") -> PartitionedProgram:
     return partition(program(step, w=W), Mesh.parse(mesh), RULES)
 
 

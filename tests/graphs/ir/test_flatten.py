@@ -14,7 +14,7 @@ from npucompile.graphs.cost import cost
 from npucompile.graphs.ir.block import block
 from npucompile.graphs.ir.flatten import bodies, flatten
 from npucompile.graphs.ir.outline import outline
-from npucompile.graphs.ir.trace import Traced, trace
+from npucompile.graphs.ir.trace import TracedProgram, trace
 from npucompile.graphs.passes.optimise import optimise
 from npucompile.graphs.spmd.partition import partition
 from npucompile.graphs.text import as_text, target_name
@@ -23,7 +23,7 @@ from npucompile.graphs.types import Aval, Bucket, Mesh, Program, Rules, Tree
 F32 = torch.float32
 
 
-def traced(step: Any, inputs: int = 2) -> Traced:
+def traced(step: Any, inputs: int = 2) -> TracedProgram:
     def forward(p: Tree, s: Tree, i: Tree) -> tuple[Tree, Tree]:
         return step(*i), s
 

@@ -11,7 +11,7 @@ import torch
 
 from npucompile.graphs import ops
 from npucompile.graphs.errors import GraphError
-from npucompile.graphs.ir.trace import Traced, trace
+from npucompile.graphs.ir.trace import TracedProgram, trace
 from npucompile.graphs.text import as_text
 from npucompile.graphs.types import Aval, Bucket, Leaf, Program, Tree
 
@@ -35,7 +35,7 @@ def remember(params: Tree, state: Tree, inputs: Tree) -> tuple[Tree, Tree]:
     return {"y": torch.relu(ops.linear(x, params["layers"][0]["w"])), "top": x.argmax(-1).to(I32)}, {"k": k, "v": v}
 
 
-def traced(forward: Forward = remember) -> Traced:
+def traced(forward: Forward = remember) -> TracedProgram:
     return trace(program(forward))
 
 

@@ -14,7 +14,7 @@ from npucompile.graphs.ir.trace import trace
 from npucompile.graphs.passes import PASSES
 from npucompile.graphs.passes.base import Pass
 from npucompile.graphs.passes.optimise import optimise
-from npucompile.graphs.spmd.partition import Partitioned, partition
+from npucompile.graphs.spmd.partition import PartitionedProgram, partition
 from npucompile.graphs.text import as_text
 from npucompile.graphs.types import Aval, Bucket, Mesh, Program, Rules, Tree
 
@@ -25,13 +25,13 @@ def forward(p: Tree, s: Tree, i: Tree) -> tuple[Tree, Tree]:
 
 
 @pytest.fixture
-def partitioned() -> Partitioned:
+def partitioned() -> PartitionedProgram:
     f32 = torch.float32
     program = Program("toy", Bucket("decode", 2, 1), forward, {"w": Aval((5, 3), f32)}, {"s": Aval((4,), f32)}, {"x": Aval((2, 3), f32)})
     return partition(trace(program), Mesh(), Rules())
 
 
-def test_smaller_and_equal(partitioned: Partitioned) -> None:
+def test_smaller_and_equal(partitioned: PartitionedProgram) -> None:
     before = as_text(partitioned.graph, "")
     smaller = optimise(partitioned)
     assert as_text(partitioned.graph, "") == before, "works on a copy"
@@ -73,14 +73,14 @@ def captures(graph: GraphModule) -> None:
     ],
 )
 @pytest.mark.parametrize("place", range(len(PASSES) + 1))
-def test_the_pass_that_broke_the_graph_is_named(partitioned: Partitioned, run: object, message: str, place: int) -> None:
+def test_the_pass_that_broke_the_graph_is_named(partitioned: PartitionedProgram, run: object, message: str, place: int) -> None:
     passes = list(PASSES)
     passes.insert(place, Pass("saboteur", run))  # type: ignore[arg-type]
     with pytest.raises(InvariantError, match=message):
         optimise(partitioned, passes)
 
 
-def test_a_graph_that_came_broken_is_no_pass_s_fault(partitioned: Partitioned) -> None:
+def test_a_graph_that_came_broken_is_no_pass_s_fault(partitioned: PartitionedProgram) -> None:
     captures(partitioned.graph)
     with pytest.raises(InvariantError, match=r"after partition .*\n  nothing_from_the_air"):
         optimise(partitioned)
@@ -102,13 +102,13 @@ def stacked(p: Tree, s: Tree, i: Tree) -> tuple[Tree, Tree]:
 
 
 @pytest.fixture
-def layered() -> Partitioned:
+def layered() -> PartitionedProgram:
     f32 = torch.float32
     program = Program("toy", Bucket("decode", 2, 1), stacked, {"w": Aval((5, 3), f32)}, {"s": Aval((4,), f32)}, {"x": Aval((2, 3), f32)})
     return partition(trace(program), Mesh(), Rules())
 
 
-def test_bodies_become_smaller_once_for_all_their_calls(layered: Partitioned) -> None:
+def test_bodies_become_smaller_once_for_all_their_calls(layered: PartitionedProgram) -> None:
     before = as_text(layered.graph, "")
     smaller = optimise(layered)
     assert as_text(layered.graph, "") == before, "works on a copy, of bodies too"
@@ -129,7 +129,7 @@ def breaks_a_body(graph: GraphModule) -> None:
         graph.graph.call_function(torch.relu, (output.args[0][0],)).meta["val"] = output.args[0][0].meta["val"]
 
 
-def test_the_pass_that_broke_a_body_is_named(layered: Partitioned) -> None:
+def test_the_pass_that_broke_a_body_is_named(layered: PartitionedProgram) -> None:
     saboteur = Pass("saboteur", breaks_a_body)
     with pytest.raises(InvariantError, match=r"after pass 'saboteur' .*\n  operators_are_known: in layer: "):
         optimise(layered, [*PASSES, saboteur])

@@ -17,7 +17,7 @@ from npucompile.graphs.ir.block import block
 from npucompile.graphs.ir.flatten import bodies
 from npucompile.graphs.ir.trace import trace
 from npucompile.graphs.spmd.layout import constrain
-from npucompile.graphs.spmd.partition import Partitioned, partition
+from npucompile.graphs.spmd.partition import PartitionedProgram, partition
 from npucompile.graphs.spmd.region import all_gather, shard_map
 from npucompile.graphs.text import as_text
 from npucompile.graphs.types import Aval, Bucket, Function, Mesh, Program, Rules, Tree
@@ -48,11 +48,11 @@ def mlp(p: Tree, s: Tree, i: Tree) -> tuple[Tree, Tree]:
     return {"logits": logits, "stream": stream}, {"pool": s["pool"] * 2, "seen": s["seen"] + 1}
 
 
-def split(forward: Callable[[Tree, Tree, Tree], Any], mesh: str = "tp=2", rules: Rules = RULES, width: int = F) -> Partitioned:
+def split(forward: Callable[[Tree, Tree, Tree], Any], mesh: str = "tp=2", rules: Rules = RULES, width: int = F) -> PartitionedProgram:
     return partition(trace(program(forward, width)), Mesh.parse(mesh), rules)
 
 
-def operands(partitioned: Partitioned) -> list[torch.Tensor]:
+def operands(partitioned: PartitionedProgram) -> list[torch.Tensor]:
     r = torch.Generator().manual_seed(0)
     return [torch.randn(leaf.aval.shape, generator=r).to(leaf.aval.dtype) for leaf in partitioned.signature.operands]
 
@@ -172,7 +172,7 @@ def function(f: Callable[..., Any], *avals: Aval) -> Program:
     return Program("f", Function("f"), lambda p, s, i: (f(*i), s), {}, {}, avals)
 
 
-def on_all_ranks(split: Partitioned, values: list[torch.Tensor], avals: tuple[Aval, ...]) -> torch.Tensor:
+def on_all_ranks(split: PartitionedProgram, values: list[torch.Tensor], avals: tuple[Aval, ...]) -> torch.Tensor:
     """The output of a function, put together from those of all ranks, each of which is compared."""
     mesh, rules = split.mesh, split.rules
     shares = [

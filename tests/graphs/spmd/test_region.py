@@ -9,7 +9,7 @@ import torch
 
 from npucompile.graphs.errors import PartitionError
 from npucompile.graphs.spmd.layout import constrain, num_shards
-from npucompile.graphs.spmd.partition import Partitioned, partition
+from npucompile.graphs.spmd.partition import PartitionedProgram, partition
 from npucompile.graphs.spmd.region import Sum, all_gather, all_to_all, axis_index, group_of, reduce_scatter, shard_map
 from npucompile.graphs.types import Aval, Bucket, Mesh, Program, Rules, Tree
 from npucompile.lowering.ascend.emulator.interpreter import Interpreter
@@ -22,7 +22,7 @@ W, X = torch.randn(2, 12, 24, generator=torch.Generator().manual_seed(0)).unbind
 Step = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-def partitioned(step: Step, mesh: str, rules: Rules = RULES) -> Partitioned:
+def partitioned(step: Step, mesh: str, rules: Rules = RULES) -> PartitionedProgram:
     """`step` of a parameter w [12 experts, 24 ffn] and an input x [12, 24]."""
 
     def forward(p: Tree, s: Tree, i: Tree) -> tuple[Tree, Tree]:

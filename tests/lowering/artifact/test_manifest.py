@@ -19,7 +19,7 @@ from npucompile.lowering.artifact.manifest import (
     FileRecord,
     GraphEntry,
     Manifest,
-    Setting,
+    Variable,
     decode,
     encode,
     entry_of,
@@ -58,7 +58,7 @@ MANIFEST = Manifest(
     cpu_features=("avx2",),
     source_digest="s" * 64,
     build_arguments=("--buckets", "4"),
-    environment={"HCCL_BUFFSIZE": Setting("400", "room for 64 tokens a rank")},
+    environment={"HCCL_BUFFSIZE": Variable("400", "room for 64 tokens a rank")},
     communicator_bytes={"tp": 2**20},
 )
 

@@ -13,7 +13,7 @@ from support import ge_bodies as gb
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from npucompile.graphs.errors import LoweringError
-from npucompile.lowering.ascend.convert import POSITIONAL, Body, convert_body, shape_of
+from npucompile.lowering.ascend.convert import POSITIONAL, GeBody, convert_body, shape_of
 from npucompile.lowering.ascend.ge_file import GE_DTYPES, GROUP, RANK
 from npucompile.lowering.ascend.inspect_ge import IN_PLACE
 
@@ -21,7 +21,7 @@ X, POOL = ((8, 4), gb.BF16), ((16, 4), gb.F32)
 ROWS = (((2, 1), gb.I32), ((2, 4), gb.F32))
 
 
-def converted(ta, fn, *shapes) -> Body:
+def converted(ta, fn, *shapes) -> GeBody:
     return convert_body(gb.trace(FakeTensorMode(), fn, shapes), ta, "the_body")
 
 

@@ -15,7 +15,7 @@ from support import encode_graphs, towers
 from support.emulated import Machine
 
 from npucompile.graphs import tree
-from npucompile.graphs.spmd.partition import Partitioned
+from npucompile.graphs.spmd.partition import PartitionedProgram
 from npucompile.graphs.types import Bucket, Limits, Mesh
 from npucompile.lowering.ascend.acl_graph.file import decode as acl_decode
 from npucompile.lowering.ascend.emulator.interpreter import Interpreter
@@ -86,7 +86,7 @@ class Encoder:
         return towers.rows(self.name, towers.patches(self.name, GRIDS, 1), GRIDS)
 
 
-def shipped(partitioned: Partitioned, chosen: str, home: Path, platform: Platform = CPU) -> Any:
+def shipped(partitioned: PartitionedProgram, chosen: str, home: Path, platform: Platform = CPU) -> Any:
     _, made = encode_graphs.compiled(partitioned, chosen, home, platform)
     assert isinstance(made.data, bytes)
     return decode(made.data) if chosen == "ge" else acl_decode(made.data)

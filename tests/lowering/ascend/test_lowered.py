@@ -18,7 +18,7 @@ from npucompile.graphs.ir.block import block
 from npucompile.graphs.ir.flatten import bodies
 from npucompile.graphs.passes.optimise import optimise
 from npucompile.graphs.primitive import NAMESPACE
-from npucompile.graphs.spmd.partition import Partitioned, partition
+from npucompile.graphs.spmd.partition import PartitionedProgram, partition
 from npucompile.graphs.text import as_text
 from npucompile.graphs.types import Aval, Bucket, Mesh, Program, Rules, Tree
 from npucompile.lowering.ascend.emulator.interpreter import Interpreter
@@ -34,11 +34,11 @@ HEADS = {"q_heads": 2, "delta_heads": 2}
 pytestmark = pytest.mark.usefixtures("ta")
 
 
-def lowered(partitioned: Partitioned) -> GraphModule:
+def lowered(partitioned: PartitionedProgram) -> GraphModule:
     return lower(partitioned).graph
 
 
-def lowered_for_the_newest(partitioned: Partitioned) -> GraphModule:
+def lowered_for_the_newest(partitioned: PartitionedProgram) -> GraphModule:
     """Every variant of a lowering that needs a newer release of CANN."""
     return lower(partitioned, Platform("ascend910_93", "9.1")).graph
 
@@ -126,7 +126,7 @@ def compare(
     model: str,
     drafts: int,
     live: tuple[int, ...],
-    form: Callable[[Partitioned], Any],
+    form: Callable[[PartitionedProgram], Any],
     expert_parallel: bool = True,
 ) -> None:
     """Steps of a model on all ranks, by its functional graphs and by lowered ones: outputs and pools are equal."""
@@ -201,7 +201,7 @@ def test_a_context_that_is_full_says_nothing_and_reads_no_page_beyond_it(drafts:
 
 
 @pytest.fixture(scope="module")
-def decode() -> Partitioned:
+def decode() -> PartitionedProgram:
     return fleets.Fleet(fleets.model(GROUPED), Mesh.parse("dp=2,tp=2"), drafts=3).partitioned(fleets.Bucket("decode", 2, 4))
 
 
@@ -209,7 +209,7 @@ def nodes(graph: GraphModule) -> list[torch.fx.Node]:
     return [n for part in (graph, *bodies(graph).values()) for n in part.graph.nodes]
 
 
-def test_the_main_graph_only_calls(decode: Partitioned) -> None:
+def test_the_main_graph_only_calls(decode: PartitionedProgram) -> None:
     before = as_text(decode.graph, "")
     found = lower(decode)
     assert as_text(decode.graph, "") == before, "the partitioned graph is left alone"
@@ -232,7 +232,7 @@ def test_the_main_graph_only_calls(decode: Partitioned) -> None:
     assert [n.meta["leaf"] for n in found.graph.graph.nodes if n.op == "placeholder"] == [leaf.name for leaf in decode.signature.operands]
 
 
-def test_bodies_hold_operators_of_the_device_on_the_device(decode: Partitioned) -> None:
+def test_bodies_hold_operators_of_the_device_on_the_device(decode: PartitionedProgram) -> None:
     for node in (n for name, body in bodies(lowered(decode)).items() if name != FOLDED for n in body.graph.nodes):
         if isinstance(node.target, torch._ops.OpOverload):
             assert node.target.namespace in ("aten", "npu", "air", "_c10d_functional"), node.target
@@ -244,7 +244,7 @@ def test_bodies_hold_operators_of_the_device_on_the_device(decode: Partitioned) 
         assert node.op not in ("get_attr", "call_method")
 
 
-def test_results_are_outputs_and_pools_are_written(decode: Partitioned) -> None:
+def test_results_are_outputs_and_pools_are_written(decode: PartitionedProgram) -> None:
     graph = lowered(decode)
     results = graph.graph.output_node().args[0]
     assert [tuple(n.meta["val"].shape) for n in results] == [leaf.aval.shape for leaf in decode.signature.outputs]
@@ -258,7 +258,7 @@ def test_results_are_outputs_and_pools_are_written(decode: Partitioned) -> None:
         assert all(int(str(user.args[1])) < len(inner) for user in call.users)
 
 
-def test_lowering_counts_as_a_trace(decode: Partitioned) -> None:
+def test_lowering_counts_as_a_trace(decode: PartitionedProgram) -> None:
     before = compile_count.count()
     lower(decode)
     assert compile_count.count() == before + 1
@@ -269,7 +269,7 @@ def test_lowering_counts_as_a_trace(decode: Partitioned) -> None:
 POOL = Aval((4, 3), F32)
 
 
-def toy(forward: Any) -> Partitioned:
+def toy(forward: Any) -> PartitionedProgram:
     state = {"a": POOL, "b": POOL, "c": POOL}
     program = Program("toy", Bucket("decode", 2, 1), forward, {}, state, {"x": POOL})
     return optimise(partition(program, Mesh(), Rules()))
@@ -283,7 +283,7 @@ def other_way(pool: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.
     return pool * 2, x + pool
 
 
-def run(found: Partitioned) -> None:
+def run(found: PartitionedProgram) -> None:
     """Compares two steps of the lowered graph with the functional one."""
     operands = torch.randn(4, 4, 3, generator=torch.Generator().manual_seed(0)).unbind()
     state, own, x = list(operands[:3]), [t.clone() for t in operands[:3]], operands[3]

@@ -18,7 +18,7 @@ from npucompile.graphs.errors import LoweringError
 from npucompile.graphs.types import Bucket, Signature
 from npucompile.lowering.artifact.artifact import Artifact
 from npucompile.lowering.backends.eager import BACKEND, EagerExecutable
-from npucompile.lowering.lower import Lowered
+from npucompile.lowering.lower import LoweredProgram
 
 aten = torch.ops.aten
 
@@ -151,7 +151,7 @@ def test_a_graph_that_reads_more_than_operands_is_refused() -> None:
 
 def test_its_file_is_the_graph(tmp_path: Path) -> None:
     path = tmp_path / f"one.{BACKEND.suffix}"
-    lowered = Lowered(Bucket("decode", 1, 1), "eager", arithmetic(), Signature((), (), (), ()))
+    lowered = LoweredProgram(Bucket("decode", 1, 1), "eager", arithmetic(), Signature((), (), (), ()))
     path.write_bytes(BACKEND.compile(lowered, cache_dir=tmp_path, threads=1).data)
     x, y = torch.arange(6.0).view(2, 3), torch.ones(2, 3)
     for got, want in zip(BACKEND.open(path)([x, y]), EagerExecutable(arithmetic())([x, y]), strict=True):

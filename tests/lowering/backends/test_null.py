@@ -9,7 +9,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from npucompile.graphs.errors import LoweringError
-from npucompile.graphs.spmd.partition import Partitioned
+from npucompile.graphs.spmd.partition import PartitionedProgram
 from npucompile.graphs.text import as_text
 from npucompile.graphs.types import Aval, Bucket, Leaf, Mesh, Program, Rules, Signature
 from npucompile.lowering.backend import backend
@@ -18,10 +18,10 @@ X = Leaf("inputs.x", Aval((2, 3), torch.float32))
 Y = Leaf("outputs.y", Aval((2, 3), torch.float32))
 
 
-def partitioned() -> Partitioned:
+def partitioned() -> PartitionedProgram:
     graph = make_fx(lambda x: (torch.ops.npuc.rms_norm.default(x, x[0], 1e-6, 0.0),), tracing_mode="fake")(torch.zeros(2, 3))
     program = Program("toy", Bucket("decode", 2, 1), lambda params, state, inputs: (inputs, state), {}, {}, {})
-    return Partitioned(program, graph, Signature((), (), (X,), (Y,)), Mesh((("tp", 4),)), Rules())
+    return PartitionedProgram(program, graph, Signature((), (), (X,), (Y,)), Mesh((("tp", 4),)), Rules())
 
 
 def test_the_graph_stays_as_it_is() -> None:

@@ -7,9 +7,9 @@ from support import ranks
 
 from npucompile.runtime.distributed import nodes as module
 from npucompile.runtime.distributed.control_plane import RankError
-from npucompile.runtime.distributed.nodes import Node, missing_nodes, numbered, reach, reachable, unreached, wait_for_listener
+from npucompile.runtime.distributed.nodes import ClusterNode, missing_nodes, numbered, reach, reachable, unreached, wait_for_listener
 
-NODES = [Node(rank, 3, f"host{rank}", f"127.0.0.{rank + 2}") for rank in range(3)]
+NODES = [ClusterNode(rank, 3, f"host{rank}", f"127.0.0.{rank + 2}") for rank in range(3)]
 
 
 @pytest.mark.parametrize(
@@ -33,7 +33,7 @@ def test_machines_that_are_tried():
         assert unreached(NODES[2], {2: ports[2]}) == {}
     assert reach(NODES[0].address, NODES[1].address, port) == "refused"
     assert reach("192.0.2.1", NODES[1].address, port) == "from 192.0.2.1: Cannot assign requested address"
-    with reachable(Node()) as port:
+    with reachable(ClusterNode()) as port:
         assert port == 0
 
 

@@ -14,7 +14,7 @@ from support.machines import machines
 
 from npucompile.runtime.distributed import peer
 from npucompile.runtime.distributed.messages import encode
-from npucompile.runtime.distributed.peer import Peer
+from npucompile.runtime.distributed.peer import RankPeer
 
 WAIT_S = 20
 
@@ -24,7 +24,7 @@ class Ends:
 
     def __init__(self, stream, **options):
         self.messages, self.lost = queue.Queue(), queue.Queue()
-        self.peer = Peer(stream, self.messages.put, self.lost.put, **options)
+        self.peer = RankPeer(stream, self.messages.put, self.lost.put, **options)
         self.peer.start()
 
 
@@ -143,7 +143,7 @@ def test_a_handler_that_raises_ends_the_connection_and_is_reported():
         raise ValueError("no such thing")
 
     near, far = ranks.connected()
-    peer = Peer(near, broken, lost.put)
+    peer = RankPeer(near, broken, lost.put)
     peer.start()
     with far:
         far.sendall(encode("x"))

@@ -14,7 +14,7 @@ from npucompile.runtime.distributed import rank_transfers
 from npucompile.runtime.distributed.rank_transfers import MOST_PEERS, RankTransfers
 from npucompile.runtime.kv_transfer.layout import Instance, Region, located
 from npucompile.runtime.kv_transfer.segments import Segment
-from npucompile.runtime.kv_transfer.transfer_engine import Memory, TransferError
+from npucompile.runtime.kv_transfer.transfer_engine import RegisteredMemory, TransferError
 
 WAIT_S = 20
 KINDS = (("k", True, 4), ("latent", False, 8))
@@ -37,7 +37,7 @@ class Transfer:
         self.written: list[tuple[str, list[Segment]]] = []
         self.results: queue.Queue[str] = queue.Queue()
 
-    def register(self, memory: Sequence[Memory]) -> None:
+    def register(self, memory: Sequence[RegisteredMemory]) -> None:
         self.memory = list(memory)
 
     def write(self, session: str, segments: Sequence[Segment], allowed: Callable[[], bool]) -> Transfer:
@@ -57,7 +57,7 @@ class Transfer:
 
 class Executor:
     def __init__(self, regions: tuple[Region, ...]) -> None:
-        self.regions, self.areas = regions, tuple(Memory(region.address, region.nbytes) for region in regions)
+        self.regions, self.areas = regions, tuple(RegisteredMemory(region.address, region.nbytes) for region in regions)
 
     def enter(self) -> None:
         """All threads have the same memory."""

@@ -18,7 +18,7 @@ from support import ranks
 from npucompile.runtime.distributed import nodes, rendezvous
 from npucompile.runtime.distributed.control_plane import RankError
 from npucompile.runtime.distributed.messages import HEADER, decode, encode, receive
-from npucompile.runtime.distributed.nodes import Node
+from npucompile.runtime.distributed.nodes import ClusterNode
 from npucompile.runtime.distributed.rendezvous import RendezvousConfig, accept_ranks, connect_to_rank_0, open_store, substore
 
 IDENTITY = {"artifact": "abc", "mesh": "tp=3", "torch version": "2"}
@@ -300,7 +300,7 @@ def test_the_token_is_not_printed(first):
 
 
 def node(rank, count=3):
-    return Node(rank, count, f"host{rank}", f"127.0.0.{rank + 1}")
+    return ClusterNode(rank, count, f"host{rank}", f"127.0.0.{rank + 1}")
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ import torch
 
 from npucompile.graphs.errors import SpecError
 from npucompile.runtime.kv_transfer.mooncake import Mooncake
-from npucompile.runtime.kv_transfer.transfer_engine import Memory, Segment, TransferError
+from npucompile.runtime.kv_transfer.transfer_engine import RegisteredMemory, Segment, TransferError
 from tests.support import optional
 
 PAGE, PAGES, BIG = 4096, 2500, 1 << 28
@@ -36,7 +36,7 @@ def receive(pipe: Connection) -> None:
     """A process with registered memory, which says what is in it."""
     engine = Mooncake("127.0.0.1")
     pool = torch.zeros(PAGES * PAGE, dtype=torch.uint8)
-    engine.register([Memory(pool.data_ptr(), pool.nbytes)])
+    engine.register([RegisteredMemory(pool.data_ptr(), pool.nbytes)])
     pipe.send((engine.session, pool.data_ptr()))
     while pipe.recv():
         pipe.send(pool.numpy().tobytes())
@@ -58,7 +58,7 @@ def peer():
 def engine():
     engine = Mooncake("127.0.0.1")
     pool = torch.randint(256, (PAGES * PAGE,), dtype=torch.uint8)
-    engine.register([Memory(pool.data_ptr(), pool.nbytes)])
+    engine.register([RegisteredMemory(pool.data_ptr(), pool.nbytes)])
     yield engine, pool
     engine.close()
 
@@ -102,7 +102,7 @@ def send(pipe: Connection) -> None:
     """A process that writes to whom it is told of."""
     engine = Mooncake("127.0.0.1")
     pool = torch.full((BIG,), 7, dtype=torch.uint8)
-    engine.register([Memory(pool.data_ptr(), pool.nbytes)])
+    engine.register([RegisteredMemory(pool.data_ptr(), pool.nbytes)])
     pipe.send(engine.session)
     while known := pipe.recv():
         session, address, nbytes = known
@@ -116,7 +116,7 @@ def test_a_writer_that_was_stopped_writes_nothing_once_the_memory_was_opened_aga
     process = PROCESSES.Process(target=send, args=(theirs,), daemon=True)
     process.start()
     engine, pool = Mooncake("127.0.0.1"), torch.zeros(BIG, dtype=torch.uint8)
-    engine.register([Memory(pool.data_ptr(), pool.nbytes)])
+    engine.register([RegisteredMemory(pool.data_ptr(), pool.nbytes)])
     ours.recv()
     first = engine.session
     ours.send((first, pool.data_ptr(), PAGE))

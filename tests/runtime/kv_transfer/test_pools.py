@@ -23,7 +23,7 @@ from npucompile.runtime.kv_transfer.messages import Ready
 from npucompile.runtime.kv_transfer.mooncake import Mooncake
 from npucompile.runtime.kv_transfer.pools import LocalPools, Peer, RankWriter, pairs_of
 from npucompile.runtime.kv_transfer.segments import Segment
-from npucompile.runtime.kv_transfer.transfer_engine import Memory
+from npucompile.runtime.kv_transfer.transfer_engine import RegisteredMemory
 from npucompile.runtime.request import FinishEvent, ParkedEvent, Request, Sampling
 from tests.support import optional
 from tests.support.pairs import PROMPT, Pair, Pooled, alone
@@ -53,7 +53,7 @@ class Unused:
 
     session = "here"
 
-    def register(self, memory: Sequence[Memory]) -> None:
+    def register(self, memory: Sequence[RegisteredMemory]) -> None:
         self.memory = list(memory)
 
 

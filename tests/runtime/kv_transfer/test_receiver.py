@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from npucompile.runtime.kv_transfer.lease import LEASE_S
-from npucompile.runtime.kv_transfer.room import Stage
+from npucompile.runtime.kv_transfer.room import RoomStage
 from tests.support.pairs import check, crowded
 
 
@@ -25,7 +25,7 @@ def test_a_second_handover_that_fails_ends_in_computing_here(tiny_artifact: Path
     while not any(handover.again for handover in pair.receivers[0]._handovers.values()):
         assert pair.go_on()
     if writing:
-        while not any(h.again and h.room.stage is Stage.RECEIVING for h in pair.receivers[0]._handovers.values()):
+        while not any(h.again and h.room.stage is RoomStage.RECEIVING for h in pair.receivers[0]._handovers.values()):
             assert pair.go_on()
         began = pair.now_s
     pair.cut()
@@ -38,10 +38,10 @@ def test_a_second_handover_that_fails_ends_in_computing_here(tiny_artifact: Path
 def test_a_client_that_leaves_during_a_second_handover_is_told_once(tiny_artifact: Path) -> None:
     pair = crowded(tiny_artifact)
     (receiver,) = pair.receivers
-    while not (again := [h for h in receiver._handovers.values() if h.again and h.room.stage is Stage.RECEIVING]):
+    while not (again := [h for h in receiver._handovers.values() if h.again and h.room.stage is RoomStage.RECEIVING]):
         assert pair.go_on()
     pair.cut()
-    assert again[0].room.stage is Stage.REVOKING
+    assert again[0].room.stage is RoomStage.REVOKING
     pair.cancel(again[0].request_id)
     pair.cancel(again[0].request_id)
     pair.settle()

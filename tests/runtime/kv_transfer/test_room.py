@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from npucompile.runtime.kv_transfer.room import Do, Event, Kind, Stage, Timeouts, begin_decode, begin_prefill, decode, prefill
+from npucompile.runtime.kv_transfer.room import Do, Kind, RoomEvent, RoomStage, Timeouts, begin_decode, begin_prefill, decode, prefill
 
 TIMEOUTS = Timeouts()
 TO_DECODE = {Do.SEND_COMPUTED: Kind.COMPUTED, Do.SEND_DONE: Kind.DONE, Do.SEND_FAILED: Kind.FAILED, Do.SEND_GONE: Kind.GONE}
@@ -31,7 +31,7 @@ class Pair:
         self.outcomes = Counter[Do]()
 
     def prefill(self, kind: Kind, reason: str = "") -> None:
-        self.p, todo = prefill(self.p, Event(kind, self.now_s, reason), TIMEOUTS)
+        self.p, todo = prefill(self.p, RoomEvent(kind, self.now_s, reason), TIMEOUTS)
         for do in todo:
             if do in TO_DECODE:
                 if self.connected:
@@ -51,7 +51,7 @@ class Pair:
         assert self.p.holds == self.p_pages
 
     def decode(self, kind: Kind, reason: str = "") -> None:
-        self.d, todo = decode(self.d, Event(kind, self.now_s, reason), TIMEOUTS)
+        self.d, todo = decode(self.d, RoomEvent(kind, self.now_s, reason), TIMEOUTS)
         for do in todo:
             if do in TO_PREFILL:
                 if self.connected:
@@ -176,11 +176,11 @@ def test_nothing_is_held_lost_or_twice(choices: list[tuple[int, int]]) -> None:
         if not pair.go_on():
             break
     assert pair.outcomes.total() == 1
-    assert pair.d.stage in (Stage.LANDED, Stage.ENDED)
+    assert pair.d.stage in (RoomStage.LANDED, RoomStage.ENDED)
     assert (pair.p_pages, pair.d_pages, pair.revoking) == (False, False, False)
-    assert not pair.p_lives or pair.p.stage is Stage.ENDED
-    assert (pair.outcomes[Do.RUN] == 1) == (pair.d.stage is Stage.LANDED)
-    assert bool(pair.d.reason) == (pair.d.stage is Stage.ENDED)
+    assert not pair.p_lives or pair.p.stage is RoomStage.ENDED
+    assert (pair.outcomes[Do.RUN] == 1) == (pair.d.stage is RoomStage.LANDED)
+    assert bool(pair.d.reason) == (pair.d.stage is RoomStage.ENDED)
 
 
 @pytest.mark.parametrize("last", [Kind.GONE, Kind.DONE, Kind.FAILED, Kind.REVOKED])
@@ -190,9 +190,9 @@ def test_a_prefill_server_that_says_nothing_keeps_its_target_until_it_speaks_or_
     for name in ("prefilled", "to decode", "reserved", "to prefill", "client leaves"):
         pair.moves()[name]()
     pair.decode(first)
-    assert (pair.d.stage, pair.revoking, pair.d_pages) == (Stage.REVOKING, True, True)
+    assert (pair.d.stage, pair.revoking, pair.d_pages) == (RoomStage.REVOKING, True, True)
     pair.decode(Kind.DISCONNECTED)
     assert pair.d_pages
     pair.writing = False
     pair.decode(last)
-    assert (pair.d.stage, pair.d_pages) == (Stage.ENDED, False)
+    assert (pair.d.stage, pair.d_pages) == (RoomStage.ENDED, False)

@@ -9,7 +9,7 @@ from support import toy_device as toy
 
 from npucompile.graphs.types import Bucket
 from npucompile.runtime.request import Request
-from npucompile.runtime.scheduler.encoding import Chunk, chunk, encode_step, num_ready
+from npucompile.runtime.scheduler.encoding import PromptChunk, chunk, encode_step, num_ready
 from npucompile.runtime.scheduler.picture_ledger import PictureLedger
 from npucompile.runtime.scheduler.request_state import RequestState
 from npucompile.runtime.scheduler.scheduled_step import GroupStep, ScheduledRequest
@@ -17,7 +17,7 @@ from npucompile.runtime.scheduler.scheduled_step import GroupStep, ScheduledRequ
 BUCKETS = tuple(Bucket("encode", *size) for size in ((4, 4), (1, 16), (2, 16), (1, 64)))
 
 
-def prompt(name: str, *sizes: tuple[int, int], pages: int = 0, most: int = 99) -> Chunk:
+def prompt(name: str, *sizes: tuple[int, int], pages: int = 0, most: int = 99) -> PromptChunk:
     """A prompt with pictures of so many tokens and such seeds, a token of text before each, of which a chunk reads up to `most`."""
     pictures, count = [], 0
     for tokens, seed in sizes:
@@ -27,7 +27,9 @@ def prompt(name: str, *sizes: tuple[int, int], pages: int = 0, most: int = 99) -
     return chunk(PictureLedger(99, drafts=False), ScheduledRequest(state, max(pages, 1), 0), most)
 
 
-def step(*groups: Sequence[Chunk], buckets: Sequence[Bucket] = BUCKETS) -> tuple[str, list[list[tuple[str, int]]], list[list[str]]] | None:
+def step(
+    *groups: Sequence[PromptChunk], buckets: Sequence[Bucket] = BUCKETS
+) -> tuple[str, list[list[tuple[str, int]]], list[list[str]]] | None:
     """The bucket; of each group its segments, as requests and seeds; and its rows."""
     made = encode_step(buckets, groups, lambda legal: legal)
     if made is None:

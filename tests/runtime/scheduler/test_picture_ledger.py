@@ -10,7 +10,7 @@ from support import toy_device as toy
 
 from npucompile.runtime.picture_spans import PictureInput, position_offset, positions
 from npucompile.runtime.request import Request
-from npucompile.runtime.scheduler.picture_ledger import PictureLedger, Room, key_of, to_read
+from npucompile.runtime.scheduler.picture_ledger import PictureLedger, PictureRoom, key_of, to_read
 from npucompile.runtime.scheduler.pools import OwnershipError
 
 ROWS = 12
@@ -63,7 +63,7 @@ class Model(RuleBasedStateMachine):
         self.count = 0
 
     def enters(self, *requests: tuple[Request, int]) -> None:
-        room = Room(self.ledger)
+        room = PictureRoom(self.ledger)
         taken = [(request, start) for request, start in requests if room.takes(request, start)]
         needed = {key_of(p): p.span.rows * p.span.columns for request, start in taken for p in to_read(request.pictures, start)}
         pinned = {key for key in needed if self.ledger.is_pinned(key)}
@@ -188,10 +188,10 @@ def test_the_least_recently_used_goes_first_and_what_another_needs_stays() -> No
     ledger.enter([(new, 0), (keeps, 0)])
     assert [ledger.has_rows(request.pictures[0]) for request in (again, new, keeps)] == [True, False, True]
     assert (ledger.evictions, ledger.num_pinned, ledger.num_available) == (1, 10, 2)
-    assert not Room(ledger).takes(ask("e", (2, 2, 5), 1), 0)
+    assert not PictureRoom(ledger).takes(ask("e", (2, 2, 5), 1), 0)
     # What is there already, or is computed, takes no room.
-    assert Room(ledger).takes(ask("e", (2, 2, 3), 1, (1, 2, 6), 1), 0)
-    assert Room(ledger).takes(ask("e", (2, 2, 5), 3), 4)
+    assert PictureRoom(ledger).takes(ask("e", (2, 2, 3), 1, (1, 2, 6), 1), 0)
+    assert PictureRoom(ledger).takes(ask("e", (2, 2, 5), 3), 4)
 
 
 def test_one_picture_twice_has_rows_once_and_one_of_another_shape_its_own() -> None:

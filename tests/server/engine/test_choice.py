@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from npucompile.server.engine.choice import Choice, chosen
+from npucompile.server.engine.choice import RouterChoice, chosen
 
 
 def test_rooms_are_given_out_in_turn_and_nobody_has_chosen_by_default() -> None:
-    choice = Choice("place", [5, 6], "bootstrap_host")
+    choice = RouterChoice("place", [5, 6], "bootstrap_host")
     assert [choice.take() for _ in range(3)] == [5, 6, 5]
     assert chosen.get() is None

@@ -16,7 +16,7 @@ from npucompile.graphs.steps.kind import SegmentSizes
 from npucompile.graphs.types import Bucket
 from npucompile.lowering.artifact.artifact import Artifact
 from npucompile.runtime.cpu_executor import CpuExecutor
-from npucompile.runtime.kv_transfer.room import Stage
+from npucompile.runtime.kv_transfer.room import RoomStage
 from npucompile.runtime.request import ExecutionRecord, FinishEvent, Logprobs, Request, Sampling
 from tests.support import optional
 
@@ -180,7 +180,7 @@ def test_the_end_of_an_attempt_that_is_given_up_is_nobodys(tiny_artifact: Path) 
     fleet.connected()
     requests, answers = crowd(fleet)
     (receiver,) = fleet.decode._receivers
-    until(lambda: sum(handover.room.stage is Stage.WAITING for handover in list(receiver._handovers.values())) > 2)
+    until(lambda: sum(handover.room.stage is RoomStage.WAITING for handover in list(receiver._handovers.values())) > 2)
     fleet.prefills[0].stop()
     for request, answer in zip(requests, answers, strict=True):
         assert answer.wait().end.reason == "length"  # type: ignore[union-attr]
@@ -210,7 +210,7 @@ def test_how_the_engine_ends_what_waits_for_pages_is_told(tiny_artifact: Path) -
 
     def waiting() -> list[str]:
         rooms = list(receiver._handovers.values())
-        return [handover.request_id for handover in rooms if handover.room.stage is Stage.WAITING]
+        return [handover.request_id for handover in rooms if handover.room.stage is RoomStage.WAITING]
 
     until(lambda: len(waiting()) > 2)
     # The last one waits longest.

@@ -6,14 +6,14 @@ import pytest
 
 from npucompile.graphs.errors import RequestError
 from npucompile.server.openai.messages import messages_of
-from npucompile.server.openai.request_models import Message
+from npucompile.server.openai.request_models import RequestMessage
 
 CALLED = {"name": "f", "arguments": {"a": 1}}
 CALL = "messages[0].tool_calls[0]"
 
 
 def read(**fields):
-    return messages_of([Message.model_validate(fields)])[0]
+    return messages_of([RequestMessage.model_validate(fields)])[0]
 
 
 @pytest.mark.parametrize(

@@ -12,13 +12,13 @@ import pytest
 from support.published_pictures import encoded, picture
 from support.shown import VISION
 
-from npucompile.server.pictures.decoder import Outcome, Task, outcome, read, write
+from npucompile.server.pictures.decoder import DecodeTask, Outcome, outcome, read, write
 from npucompile.server.pictures.decoding import decode
 
 
 def task(data, processor=VISION.processor, **fields):
     limits = {"max_bytes": 10**6, "max_pixels": 10**6, "time_s": 5.0, **fields}
-    return Task(data, processor=processor and asdict(processor), **limits)
+    return DecodeTask(data, processor=processor and asdict(processor), **limits)
 
 
 def test_an_outcome_is_what_the_processor_makes():
@@ -50,7 +50,7 @@ def test_messages_have_lengths():
     for message in (task(b"abc"), Outcome(error="x")):
         write(stream, message)
     stream.seek(0)
-    assert msgspec.msgpack.decode(read(stream, 1000), type=Task) == task(b"abc")
+    assert msgspec.msgpack.decode(read(stream, 1000), type=DecodeTask) == task(b"abc")
     assert msgspec.msgpack.decode(read(stream, 1000), type=Outcome) == Outcome(error="x")
     assert read(stream, 1000) is None
     write(stream, task(bytes(100)))

@@ -13,7 +13,7 @@ from npucompile.runtime.picture_spans import spans
 from npucompile.server.chat.template import Chat
 from npucompile.server.pictures.processor import Picture
 from npucompile.server.pictures.prompt import encoded, expanded, guarded, inputs
-from npucompile.server.pictures.reader import Frames
+from npucompile.server.pictures.reader import VideoFrames
 
 TYPED = st.lists(st.sampled_from([*MARKS, "<|image_", "pad|>", "a", " ", "\ue000", "é", "<", ">"]), max_size=6).map("".join)
 
@@ -30,7 +30,7 @@ def test_a_video_s_marks_give_way_to_those_of_its_frames_each_apart_from_the_tex
         return encode(pieces, places)
 
     place = f"{START}{VIDEO}{END}"
-    counts = [Frames(("<0.1 seconds>", "<0.9 seconds>"), 4), 2]
+    counts = [VideoFrames(("<0.1 seconds>", "<0.9 seconds>"), 4), 2]
     ids = encoded(f"a {place} b{START}{IMAGE}{END}", "", counts, VISION, listening, "messages")
     pair = f"{START}{VIDEO * 4}{END}"
     expected = f"a <0.1 seconds>{pair}<0.9 seconds>{pair} b{START}{IMAGE * 2}{END}"

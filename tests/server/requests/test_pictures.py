@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from npucompile.graphs.errors import RequestError
-from npucompile.server.requests.pictures import PIECE_CHARS, PictureFile, data_of, is_data, picture_part, url_text
+from npucompile.server.requests.pictures import PIECE_CHARS, PictureBytes, data_of, is_data, picture_part, url_text
 
 HEAD = "data:image/png;base64,"
 
@@ -66,7 +66,7 @@ def test_what_logs_see_of_a_picture_is_its_place_and_size():
     part = picture_part(HEAD + "c2VjcmV0", "messages[0]")
     assert repr(part) == f"PicturePart(messages[0], {len(part.url)} bytes)"
     assert is_data(part.url)
-    part.file = PictureFile(b"secret")
+    part.file = PictureBytes(b"secret")
     assert repr(part) == "PicturePart(messages[0], 6 bytes)"
     assert not is_data("https://example.com")
 

@@ -15,7 +15,7 @@ from npucompile.server.guard.limits import SocketLimits
 from npucompile.server.requests.items import ChatMessage
 from npucompile.server.response import kept
 from npucompile.server.siblings.caller import FOLLOW
-from npucompile.server.storage.replay import Replay
+from npucompile.server.storage.replay import KeptEvents
 from npucompile.server.storage.store import StoredResponse
 
 ITEMS = (ChatMessage("user", "a"),)
@@ -50,7 +50,7 @@ class Reader:
 def service(keeper: Any = None) -> Service:
     made = Service(None, byte_codec(), ServedModel("m", 64, 256), limits=SocketLimits())  # type: ignore[arg-type]
     made.keeper = lambda name: keeper if name == "there" else None  # type: ignore[method-assign]
-    replay = Replay(1000)
+    replay = KeptEvents(1000)
     replay.append([{"sequence_number": 0}])
     made.store.put(StoredResponse("here", "me", ITEMS, b'{"id": "here"}', replay))
     return made

@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 from npucompile.server.siblings.caller import FOLLOW, Caller
-from npucompile.server.siblings.records import Ask, Follow, Leave, Part, Refused, Told
+from npucompile.server.siblings.records import AnswerPart, Follow, Leave, SiblingQuestion, SiblingRefusal, Told
 
 
 def test_nobody_is_told_what_nobody_waits_for_and_who_ends_follows_nothing() -> None:
@@ -22,10 +22,10 @@ def test_nobody_is_told_what_nobody_waits_for_and_who_ends_follows_nothing() -> 
 
     async def ask() -> None:
         caller = Caller(sent.append, {"later": later, FOLLOW: follow})
-        caller.take(Ask(None, "later", (1,)))
-        caller.take(Ask(4, "later", (2,)))
-        caller.take(Ask(None, "nothing", ()))
-        caller.take(Ask(5, "nothing", ()))
+        caller.take(SiblingQuestion(None, "later", (1,)))
+        caller.take(SiblingQuestion(4, "later", (2,)))
+        caller.take(SiblingQuestion(None, "nothing", ()))
+        caller.take(SiblingQuestion(5, "nothing", ()))
         for number, name in enumerate(("whole", "left", "lost")):
             caller.take(Follow(number, (name,)))
         # The first has ended by itself; an unknown number is none of this door.
@@ -37,8 +37,8 @@ def test_nobody_is_told_what_nobody_waits_for_and_who_ends_follows_nothing() -> 
 
     asyncio.run(ask())
     assert (left, done) == (["left", "lost"], [1, 2])
-    parts = [Part(number, ({"of": name},), name == "whole") for number, name in enumerate(("whole", "left", "lost"))]
+    parts = [AnswerPart(number, ({"of": name},), name == "whole") for number, name in enumerate(("whole", "left", "lost"))]
     refused, *others = sent
-    assert isinstance(refused, Refused)
+    assert isinstance(refused, SiblingRefusal)
     assert (refused.number, refused.reply.status) == (5, 500)
     assert others == [*parts, Told(4, 2)]

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from npucompile.graphs.errors import RequestError
 from npucompile.server.requests.frames import JSON, encode_bytes
-from npucompile.server.storage.replay import Replay
+from npucompile.server.storage.replay import KeptEvents
 
 
 def event(number, text=""):
@@ -17,7 +17,7 @@ def event(number, text=""):
 
 @given(st.lists(st.lists(st.text(max_size=20), max_size=3), max_size=12), st.integers(0, 400), st.data())
 def test_behind_every_event_are_those_that_came_after_it(batches, limit, data):
-    replay, events = Replay(limit), []
+    replay, events = KeptEvents(limit), []
     for batch in batches:
         new = [event(len(events) + place, text) for place, text in enumerate(batch)]
         events += new

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from npucompile.server.requests.error_objects import Refusal
 from npucompile.server.requests.items import ChatMessage
-from npucompile.server.requests.pictures import PictureFile, PicturePart
+from npucompile.server.requests.pictures import PictureBytes, PicturePart
 from npucompile.server.storage.store import ENTRY_BYTES, ResponseStore, StoredResponse
 
 
@@ -110,7 +110,7 @@ def test_a_store_without_room_keeps_nothing():
 
 
 def test_stored_pictures_count_once():
-    file = PictureFile(bytes(10**6))
+    file = PictureBytes(bytes(10**6))
     part = PicturePart("", "p", file)
 
     def entry(name, *parts):
@@ -124,7 +124,7 @@ def test_stored_pictures_count_once():
     store.remove("a")
     store.put(entry("b", part))
     assert 10**6 < store.size_bytes < 1.1 * 10**6
-    store.put(entry("d", PicturePart("", "p", PictureFile(bytes(10**6)))))
+    store.put(entry("d", PicturePart("", "p", PictureBytes(bytes(10**6)))))
     assert 2 * 10**6 < store.size_bytes < 2.1 * 10**6
     store.remove("b")
     store.remove("c")

@@ -21,7 +21,7 @@ from npucompile.tools.builder.memory import (
     MIB,
     Communicator,
     MemoryPlan,
-    Part,
+    MemoryShare,
     communicators,
     dispatch_window_bytes,
     largest_fitting,
@@ -182,8 +182,8 @@ def test_a_part_that_is_neither_pages_nor_slots_is_counted():
 
 
 def made(limits: Limits, fixed: int, page: int, slot: int, limit: int, request_slot: int = 0) -> MemoryPlan:
-    pools = Part("pools", limits.num_pages * page + limits.num_slots * slot + limits.num_request_slots * request_slot, "")
-    return MemoryPlan("ascend-a3", "dp=1,tp=1", (Part("fixed", fixed, ""), pools), limit, page, slot, request_slot, limits)
+    pools = MemoryShare("pools", limits.num_pages * page + limits.num_slots * slot + limits.num_request_slots * request_slot, "")
+    return MemoryPlan("ascend-a3", "dp=1,tp=1", (MemoryShare("fixed", fixed, ""), pools), limit, page, slot, request_slot, limits)
 
 
 def whole(requests: int, pages: int, per_request: int) -> Limits:

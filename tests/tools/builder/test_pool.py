@@ -23,7 +23,7 @@ from npucompile.lowering.artifact.graph_io import encode
 from npucompile.lowering.ascend import inspect_ge
 from npucompile.lowering.ascend.ge_file import decode
 from npucompile.lowering.ascend.shipped import GE
-from npucompile.lowering.backend import Compiled, Part, Parts
+from npucompile.lowering.backend import CompiledFile, GraphPart, GraphParts
 from npucompile.models import step
 from npucompile.tools.builder import plan as planning
 from npucompile.tools.builder import pool, stages
@@ -193,10 +193,10 @@ def in_parts(tiny_checkpoint, tmp_path, monkeypatch):
 
     chosen = type(pool.backend("inductor"))
     monkeypatch.setattr(chosen, "compile_part", compile_part)
-    monkeypatch.setattr(chosen, "join", lambda self, parts, compiled, **how: Compiled(parts.data + b"".join(compiled)))
+    monkeypatch.setattr(chosen, "join", lambda self, parts, compiled, **how: CompiledFile(parts.data + b"".join(compiled)))
     monkeypatch.setattr(pool, "ProcessPoolExecutor", InThisProcess)
-    plan, (a, b, c) = tiny.planned(tiny_checkpoint, backend="inductor"), (Part(key, key.encode()) for key in "abc")
-    graphs = Parts((a, b), b"1"), Parts((b, c), b"2")
+    plan, (a, b, c) = tiny.planned(tiny_checkpoint, backend="inductor"), (GraphPart(key, key.encode()) for key in "abc")
+    graphs = GraphParts((a, b), b"1"), GraphParts((b, c), b"2")
     return [CompileJob(plan, bucket, tmp_path, graph) for bucket, graph in zip(plan.buckets, graphs, strict=False)], seen
 
 
@@ -213,7 +213,7 @@ def test_jobs_are_made_while_others_compile_and_the_last_result_is_known(in_part
     compiled = []
 
     def made():
-        for job in (*jobs, replace(jobs[0], lowered=Parts((Part("d", b"d"),), b"3"))):
+        for job in (*jobs, replace(jobs[0], lowered=GraphParts((GraphPart("d", b"d"),), b"3"))):
             compiled.append(len(seen))
             yield job
 
@@ -230,7 +230,7 @@ def test_one_process_compiles_graph_by_graph(in_parts):
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_part_that_cannot_be_compiled_is_told_with_its_bucket(in_parts, workers):
     jobs, _ = in_parts
-    jobs[1] = replace(jobs[1], lowered=Parts((Part("bad", b"bad"),), b""))
+    jobs[1] = replace(jobs[1], lowered=GraphParts((GraphPart("bad", b"bad"),), b""))
     with pytest.raises(LoweringError, match=f"inductor could not compile {jobs[1].bucket.name}: it is bad"):
         list(pool.run_all(jobs, workers))
 

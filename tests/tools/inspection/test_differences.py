@@ -10,7 +10,7 @@ from support import ge_bodies as gb
 
 from npucompile.graphs.errors import SpecError
 from npucompile.lowering.artifact.artifact import Artifact
-from npucompile.lowering.artifact.manifest import Setting
+from npucompile.lowering.artifact.manifest import Variable
 from npucompile.lowering.ascend.link import link
 from npucompile.tools.inspection.differences import differences, lines
 
@@ -72,7 +72,7 @@ def test_fields_of_the_manifest(pair):
             manifest,
             limits=replace(manifest.limits, max_model_len=48),
             toolchain=dict(manifest.toolchain) | {"torch": "9"},
-            environment={"A": Setting("1", "why")},
+            environment={"A": Variable("1", "why")},
             platform={"chip": "ascend910_93", "cann": "9.0", "packages": []},
             checkpoint="elsewhere",
             params=tuple(param for param in manifest.params if "mixer" not in param.name),

@@ -13,7 +13,7 @@ from npucompile.graphs.types import Limits
 from npucompile.lowering.artifact.artifact import Artifact
 from npucompile.lowering.artifact.manifest import ExecutableRecord
 from npucompile.lowering.ascend.ge_file import GeFile, encode, messages
-from npucompile.tools.builder.memory import GIB, MemoryPlan, Part
+from npucompile.tools.builder.memory import GIB, MemoryPlan, MemoryShare
 from npucompile.tools.builder.stages import STAGES
 from npucompile.tools.inspection import cost, summary
 
@@ -119,7 +119,7 @@ def test_what_was_built_elsewhere_can_still_be_looked_at(own_artifact, tmp_path)
 
 
 TALKS = (("all_reduce", "tp", "bf16[4,64]"), ("all_reduce", "tp", "bf16[4,64]"))
-PLAN = MemoryPlan("ascend-a3", "dp=2,tp=2", (Part("weights", 3 * GIB, "all of them"),), 64 * GIB, 1, 1, 1, Limits(128, 2, 2, 128))
+PLAN = MemoryPlan("ascend-a3", "dp=2,tp=2", (MemoryShare("weights", 3 * GIB, "all of them"),), 64 * GIB, 1, 1, 1, Limits(128, 2, 2, 128))
 
 
 @pytest.fixture

@@ -16,9 +16,9 @@ from support import small_images as images
 from npucompile.graphs.errors import LoweringError, SpecError
 from npucompile.graphs.types import Limits
 from npucompile.lowering.artifact.artifact import Artifact, GraphEntry
-from npucompile.lowering.artifact.manifest import ExecutableRecord, Setting
+from npucompile.lowering.artifact.manifest import ExecutableRecord, Variable
 from npucompile.lowering.ascend.ge_file import GeFile, encode, messages
-from npucompile.tools.builder.memory import GIB, MemoryPlan, Part
+from npucompile.tools.builder.memory import GIB, MemoryPlan, MemoryShare
 from npucompile.tools.inspection import views
 
 LAYER = [
@@ -30,7 +30,7 @@ LAYER = [
 GE = ["HcomAllGather", "HcomReduceScatter", "MoeDistributeDispatchV2", "MoeDistributeCombineV2"]
 LAST = ("all_gather_into_tensor", "tp", "i32[4,1]")
 TALKS = (*LAYER * 3, LAST)
-PLAN = MemoryPlan("ascend-a3", "dp=2,tp=2", (Part("weights", 3 * GIB, "all of them"),), 64 * GIB, 1, 1, 1, Limits(128, 2, 2, 128))
+PLAN = MemoryPlan("ascend-a3", "dp=2,tp=2", (MemoryShare("weights", 3 * GIB, "all of them"),), 64 * GIB, 1, 1, 1, Limits(128, 2, 2, 128))
 
 
 def ge_file(talks: list[tuple[str, str, str]], *, chained: bool = True) -> GeFile:
@@ -166,7 +166,7 @@ def test_memory_is_the_plan(own_artifact, tiny_artifact):
 
 def test_environment_is_a_table_and_plain_values(tiny_artifact):
     sizes = {"dispatch": 901 * 2**20, "tp": 200 * 2**20}
-    about = {"environment": {"HCCL_BUFFSIZE": Setting("901", "the window")}, "communicator_bytes": sizes}
+    about = {"environment": {"HCCL_BUFFSIZE": Variable("901", "the window")}, "communicator_bytes": sizes}
     view = views.environment(replace(Artifact.open(tiny_artifact).manifest, **about))
     assert view.lines == ("HCCL_BUFFSIZE=901  the window", "", "MiB of one buffer of each communicator: dispatch 901, tp 200")
     assert view.data == {"environment": {"HCCL_BUFFSIZE": {"value": "901", "why": "the window"}}, "communicator_bytes": sizes}

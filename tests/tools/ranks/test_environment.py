@@ -11,7 +11,7 @@ import pytest
 
 from npucompile.graphs.errors import LoweringError, SpecError
 from npucompile.graphs.types import Mesh
-from npucompile.lowering.artifact.manifest import Setting
+from npucompile.lowering.artifact.manifest import Variable
 from npucompile.lowering.platform import Platform
 from npucompile.lowering.switches import AIV
 from npucompile.tools.builder.environment import environment
@@ -22,7 +22,10 @@ from npucompile.tools.ranks.environment import applied, merged, under
 from npucompile.tools.ranks.rank_settings import RankSettings
 from tests.support.vendors import put_vendor
 
-PLAN = {"HCCL_BUFFSIZE": Setting("901", "the window"), "PYTORCH_NPU_ALLOC_CONF": Setting("expandable_segments:True", "no gaps")}
+PLAN = {
+    "HCCL_BUFFSIZE": Variable("901", "the window"),
+    "PYTORCH_NPU_ALLOC_CONF": Variable("expandable_segments:True", "no gaps"),
+}
 
 
 def test_what_is_not_set_is_set_and_what_the_user_has_set_stays():
@@ -67,7 +70,7 @@ def test_an_artifact_for_npus_sets_its_plan_and_says_what_it_leaves(monkeypatch,
 
 
 def test_without_aiv_the_variable_is_not_set_whoever_set_it(monkeypatch, tmp_path):
-    planned = {"HCCL_OP_EXPANSION_MODE": Setting("AIV", "fast")}
+    planned = {"HCCL_OP_EXPANSION_MODE": Variable("AIV", "fast")}
     artifact, output = SimpleNamespace(manifest=SimpleNamespace(environment=planned, platform={})), io.StringIO()
     for before in ({}, {"HCCL_OP_EXPANSION_MODE": "AIV"}):
         monkeypatch.setenv("HCCL_OP_EXPANSION_MODE", "AIV")

@@ -8,7 +8,7 @@ import pytest
 
 from npucompile.graphs.errors import SpecError
 from npucompile.graphs.types import Mesh
-from npucompile.runtime.distributed.nodes import Node
+from npucompile.runtime.distributed.nodes import ClusterNode
 from npucompile.tools.ranks import nodes as module
 from npucompile.tools.ranks.nodes import TOKEN_VARIABLE, NodeOptions, interfaces, node_config, read_token, said_of
 
@@ -24,8 +24,8 @@ def test_each_machine_has_its_share_of_the_ranks(monkeypatch):
     monkeypatch.setattr(module.socket, "gethostname", lambda: "here")
     assert config_of(NodeOptions()) is None
     first, second = (config_of(NodeOptions(2, rank, "127.0.0.1:4000")) for rank in (0, 1))
-    assert (first.rank, first.hosts_store, first.node) == (0, True, Node(0, 2, "here", "127.0.0.1"))
-    assert (second.rank, second.hosts_store, second.node) == (2, False, Node(1, 2, "here", "127.0.0.1"))
+    assert (first.rank, first.hosts_store, first.node) == (0, True, ClusterNode(0, 2, "here", "127.0.0.1"))
+    assert (second.rank, second.hosts_store, second.node) == (2, False, ClusterNode(1, 2, "here", "127.0.0.1"))
     for config in (first, second):
         assert (config.world_size, config.local_world_size, config.local_rank, config.starts_ranks) == (4, 2, 0, True)
         assert (config.host, config.port, config.timeout_s, config.token) == ("127.0.0.1", 4000, 7, "secret")

@@ -19,7 +19,7 @@ from ....lowering.artifact.artifact import Artifact
 from ....runtime.device_params import LoadParams
 from ....runtime.executor import Executor, Outputs
 from ...agreement.compare import Deviations
-from ...agreement.pools import Places
+from ...agreement.pools import PoolPlaces
 from ...agreement.tolerances import INTEGERS
 from ...heap import available_bytes
 from ...progress import Bar
@@ -105,7 +105,7 @@ class Comparison:
                     self.different.add((group, request.request_slot))
                     self.messages.append(f"{what}: row {row} of group {group} has tokens {tokens}; the CPU has {right}")
 
-    def forget(self, group_rows: Sequence[Places]) -> None:
+    def forget(self, group_rows: Sequence[PoolPlaces]) -> None:
         """Takes rows back whose requests begin anew."""
         self.different -= {(group, request) for group, request in self.different if request in {row.request_slot for row in group_rows}}
 
@@ -114,7 +114,7 @@ class Comparison:
         """Whether more rows took other tokens than nearly equal logits explain."""
         return len(self.messages) > INTEGERS * self.compared
 
-    def state_errors(self, state: Mapping[str, torch.Tensor], rows: Sequence[Places]) -> list[str]:
+    def state_errors(self, state: Mapping[str, torch.Tensor], rows: Sequence[PoolPlaces]) -> list[str]:
         """How the pools of rank 0 differ from the oracle's, in what these requests own."""
         if self.oracle is None:
             return []
@@ -152,7 +152,7 @@ def prompt_tokens(prefill: Bucket, planner: StepPlanner) -> int:
     return max(1, min(prefill.q_len - 1, planner.limits.max_model_len // 4))
 
 
-def prefills(planner: StepPlanner, bucket: Bucket, rows: Sequence[Places]) -> list[PlannedStep]:
+def prefills(planner: StepPlanner, bucket: Bucket, rows: Sequence[PoolPlaces]) -> list[PlannedStep]:
     """Steps that prefill requests from their beginning."""
     count = prompt_tokens(bucket, planner)
     return [planner.prefill(bucket, rows[i : i + bucket.batch], 0, count) for i in range(0, len(rows), bucket.batch)]
@@ -229,7 +229,7 @@ def _run_bucket(
 def run_alternation(executor: Executor, read_state: ReadState, planner: StepPlanner, comparison: Comparison, bar: Bar) -> Judgement:
     """All buckets in turns, each launched before the one ahead of it has been read; then the state of rank 0."""
     launched: deque[tuple[PlannedStep, object]] = deque()
-    rows: list[Places] = []
+    rows: list[PoolPlaces] = []
     steps = 0
 
     def finish() -> None:

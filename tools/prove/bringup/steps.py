@@ -17,7 +17,7 @@ from ....lowering.artifact.artifact import Artifact
 from ....runtime.request import Sampling
 from ....runtime.steps.pack import pack
 from ....runtime.steps.rows import DecodeRow, PrefillRow, Row
-from ...agreement.pools import FreePlaces, Places, is_request_slots
+from ...agreement.pools import FreePlaces, PoolPlaces, is_request_slots
 
 Arrays = Mapping[str, npt.NDArray[Any]]
 SAMPLED = Sampling(temperature=0.8, top_k=20, top_p=0.95)
@@ -34,7 +34,7 @@ class PlannedStep:
 
     bucket: Bucket
     inputs: tuple[Arrays, ...]
-    rows: tuple[Places, ...]
+    rows: tuple[PoolPlaces, ...]
 
     @property
     def tensors(self) -> list[dict[str, torch.Tensor]]:
@@ -70,42 +70,42 @@ class StepPlanner:
         self.generator = np.random.default_rng(self.seed)
 
     @property
-    def requests(self) -> list[Places]:
+    def requests(self) -> list[PoolPlaces]:
         """As many requests as pages and slots suffice for, at shuffled places."""
         free, each, width = FreePlaces(self.limits, self._seeded), self.limits.pages_per_request, self.limits.slots_per_request
         most = min(len(free.pages) // each, len(free.slots) // width, len(free.request_slots))
         places = [(free.pages[i * each : (i + 1) * each], free.slots[i * width : (i + 1) * width]) for i in range(most)]
-        return [Places(pages, slots, free.request_slots[i]) for i, (pages, slots) in enumerate(places)]
+        return [PoolPlaces(pages, slots, free.request_slots[i]) for i, (pages, slots) in enumerate(places)]
 
     @property
     def _seeded(self) -> torch.Generator:
         return torch.Generator().manual_seed(self.seed)
 
-    def rows_of(self, bucket: Bucket) -> list[Places]:
+    def rows_of(self, bucket: Bucket) -> list[PoolPlaces]:
         """The requests that a bucket's steps run: one less than it holds, so that there is a row of padding."""
         return self.requests[: max(1, bucket.batch - 1)]
 
-    def prefill(self, bucket: Bucket, rows: Sequence[Places], start: int, count: int) -> PlannedStep:
+    def prefill(self, bucket: Bucket, rows: Sequence[PoolPlaces], start: int, count: int) -> PlannedStep:
         """A chunk of `count` tokens of each row, from position `start` on."""
 
-        def chunk(i: int, row: Places, _: int) -> Row:
+        def chunk(i: int, row: PoolPlaces, _: int) -> Row:
             own = row.pages, row.slots[0], row.request_slot
             return PrefillRow(self._tokens(count), start, *own, -1, _sampling(i), float(self.generator.random()))
 
         return self._planned(bucket, rows, chunk)
 
-    def decode(self, bucket: Bucket, rows: Sequence[Places], base: int) -> PlannedStep:
+    def decode(self, bucket: Bucket, rows: Sequence[PoolPlaces], base: int) -> PlannedStep:
         """A step of each row, which starts at position `base` or behind it; rows verify different numbers of drafts."""
         Q = bucket.q_len
 
-        def candidates(i: int, row: Places, group: int) -> Row:
+        def candidates(i: int, row: PoolPlaces, group: int) -> Row:
             drafts = Q - 1 if (i + group) % 3 else max(0, Q - 2)
             uniforms = [float(u) for u in self.generator.random(self.limits.drafts + Q, dtype=np.float32)]
             return DecodeRow(row.request_slot, base, row.pages, row.slots, drafts, _sampling(i), uniforms)
 
         return self._planned(bucket, rows, candidates)
 
-    def _planned(self, bucket: Bucket, rows: Sequence[Places], row_of: Callable[[int, Places, int], Row]) -> PlannedStep:
+    def _planned(self, bucket: Bucket, rows: Sequence[PoolPlaces], row_of: Callable[[int, PoolPlaces, int], Row]) -> PlannedStep:
         packed = [[row_of(i, row, group) for i, row in enumerate(rows)] for group in range(self.groups)]
         inputs = (pack(bucket, own, self.limits, max_logprobs=self.max_logprobs) for own in packed)
         return PlannedStep(bucket, tuple(inputs), tuple(rows))

@@ -14,7 +14,7 @@ import torch
 from support import acl_graphs as ag
 
 from npucompile.lowering.ascend.acl_graph.executable import AclExecutable
-from npucompile.lowering.ascend.acl_graph.program import AclProgram, Segment, run
+from npucompile.lowering.ascend.acl_graph.program import AclProgram, GraphSegment, run
 from npucompile.lowering.ascend.acl_graph.updates import Updates
 from npucompile.lowering.switches import CAPTURE, OVERLAP
 
@@ -42,11 +42,11 @@ class Recorder:
         yield
         self.log.append("leave")
 
-    def capture(self, program: AclProgram, segment: Segment, values: list[Any]) -> Any:
+    def capture(self, program: AclProgram, segment: GraphSegment, values: list[Any]) -> Any:
         run(segment.calls, values)
         return Replayed(program.segments.index(segment), self.log)
 
-    def launch(self, program: AclProgram, segment: Segment, values: list[Any]) -> None:
+    def launch(self, program: AclProgram, segment: GraphSegment, values: list[Any]) -> None:
         self.log.append(("launch", program.segments.index(segment), [values[number] for number in segment.lists]))
         run(segment.calls, values)
 

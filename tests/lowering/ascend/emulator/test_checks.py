@@ -15,7 +15,7 @@ from npucompile.graphs.types import Mesh
 from npucompile.lowering.ascend import packages
 from npucompile.lowering.ascend.acl_graph.formats import weight_operands
 from npucompile.lowering.ascend.emulator.checks import check_communication, check_formats, data_formats
-from npucompile.lowering.ascend.emulator.communicator import Communicator
+from npucompile.lowering.ascend.emulator.communicator import EmulatedCommunicator
 from npucompile.lowering.ascend.emulator.device import EmulatedDevice
 from npucompile.lowering.ascend.emulator.device_state import DeviceState
 from npucompile.lowering.ascend.emulator.ge_program import GeProgram
@@ -105,7 +105,7 @@ def exchange(kind: str = "MoeDistributeDispatchV2", **attrs: Any) -> Any:
 def of_rank_four(*names: str) -> DeviceState:
     """A device of rank 4, whose groups have no other members."""
     state = DeviceState("emulated:0", Stream("emulated:0"), PinnedMemory(), "1", rank=4)
-    state.communicators.update({name: Communicator(name, None, 4) for name in names})
+    state.communicators.update({name: EmulatedCommunicator(name, None, 4) for name in names})
     return state
 
 

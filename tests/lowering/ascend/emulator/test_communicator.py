@@ -14,7 +14,7 @@ from support.emulated import on_ranks
 
 from npucompile.graphs.errors import LoweringError
 from npucompile.graphs.types import Mesh
-from npucompile.lowering.ascend.emulator.communicator import ROOM_BYTES, Communicator
+from npucompile.lowering.ascend.emulator.communicator import ROOM_BYTES, EmulatedCommunicator
 from npucompile.lowering.ascend.operators.call import GeOp, read
 
 PAIR = Mesh.parse("tp=2")
@@ -29,7 +29,7 @@ def operator(name: str = "op", kind: str = "HcomAllGather") -> GeOp:
 
 def exchanged(mesh: Mesh, inputs: Sequence[Sequence[torch.Tensor]], group: str = "world", times: int = 1) -> list[Any]:
     def work(rank: int, groups: Mapping[str, Any]) -> Any:
-        communicator = Communicator("comm", groups[group], rank)
+        communicator = EmulatedCommunicator("comm", groups[group], rank)
         return communicator.ranks, [communicator.exchange(operator(), inputs[rank], GRAPH) for _ in range(times)]
 
     return on_ranks(mesh, work)
@@ -52,7 +52,7 @@ def test_members_are_those_of_the_group() -> None:
 
 
 def test_a_group_of_one_needs_nobody() -> None:
-    communicator = Communicator("comm", None, 5)
+    communicator = EmulatedCommunicator("comm", None, 5)
     x = torch.zeros(3)
     assert (communicator.ranks, communicator.exchange(operator(), [x], GRAPH)) == ((5,), [[x]])
 
@@ -74,7 +74,7 @@ def test_members_that_run_something_else_are_named(fault: str) -> None:
 
     def work(rank: int, groups: Mapping[str, Any]) -> Any:
         op, graph, size = calls[rank]
-        Communicator("emulated/tp/0", groups["tp"], rank).exchange(op, [torch.zeros(size)], graph)
+        EmulatedCommunicator("emulated/tp/0", groups["tp"], rank).exchange(op, [torch.zeros(size)], graph)
 
     error, other = on_ranks(PAIR, work)
     assert isinstance(error, LoweringError)
@@ -85,7 +85,7 @@ def test_members_that_run_something_else_are_named(fault: str) -> None:
 
 def test_a_member_that_skipped_an_exchange_is_named() -> None:
     def work(rank: int, groups: Mapping[str, Any]) -> Any:
-        communicator = Communicator("comm", groups["tp"], rank)
+        communicator = EmulatedCommunicator("comm", groups["tp"], rank)
         communicator._count += rank
         communicator.exchange(operator(), [torch.zeros(1)], GRAPH)
 
@@ -97,7 +97,7 @@ def test_who_does_not_come_is_named_while_waiting_and_after() -> None:
     looked = threading.Event()
 
     def work(rank: int, groups: Mapping[str, Any]) -> Any:
-        communicator = Communicator("emulated/dp/0", groups["dp"], rank)
+        communicator = EmulatedCommunicator("emulated/dp/0", groups["dp"], rank)
         if rank == 2:
             looked.wait(30)
             return None

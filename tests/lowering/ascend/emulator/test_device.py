@@ -15,7 +15,7 @@ from support import fleets
 from support.emulated import DeviceGraph, Machine, on_device, opened
 
 from npucompile.graphs.errors import LoweringError
-from npucompile.graphs.spmd.partition import Partitioned
+from npucompile.graphs.spmd.partition import PartitionedProgram
 from npucompile.graphs.types import Bucket, Mesh
 from npucompile.lowering import device as protocol
 from npucompile.lowering.ascend import prefetch
@@ -48,7 +48,7 @@ def test_a_model_on_devices_is_the_model_of_the_interpreter(
     where, machines = Mesh.parse(mesh), list[Machine]()
     files: dict[Bucket, GeFile | AclFile] = {}
 
-    def shipped(partitioned: Partitioned) -> GeFile | AclFile:
+    def shipped(partitioned: PartitionedProgram) -> GeFile | AclFile:
         if (bucket := partitioned.program.bucket) not in files:
             lowered = lower(partitioned, backend=backend)
             if backend == "ge":

@@ -8,12 +8,12 @@ import pytest
 from npucompile.graphs.errors import LoweringError
 from npucompile.lowering.ascend.emulator.device_state import DeviceState, FeatureMaps
 from npucompile.lowering.ascend.emulator.memory import PinnedMemory
-from npucompile.lowering.ascend.emulator.program import Program
+from npucompile.lowering.ascend.emulator.program import EmulatedProgram
 from npucompile.lowering.ascend.emulator.stream import Stream
 
 
 def test_what_runs_is_told_and_what_fails_is_named() -> None:
-    state, program, progress = DeviceState("emulated:0", Stream("emulated:0"), PinnedMemory(), "1"), Program(), list[str]()
+    state, program, progress = DeviceState("emulated:0", Stream("emulated:0"), PinnedMemory(), "1"), EmulatedProgram(), list[str]()
 
     def work() -> None:
         with state.running(program):

@@ -14,7 +14,7 @@ from support import fleets
 from support import ge_calls as gc
 
 from npucompile.graphs.errors import LoweringError
-from npucompile.graphs.spmd.partition import Partitioned
+from npucompile.graphs.spmd.partition import PartitionedProgram
 from npucompile.graphs.types import Bucket, Mesh
 from npucompile.lowering.ascend.emulator.ge_program import ORDERS
 from npucompile.lowering.ascend.emulator.interpreter import Interpreter
@@ -386,7 +386,7 @@ def test_a_model_after_torchair_is_the_model_before_it(ta: Any, name: str) -> No
     mesh, types = Mesh.parse(case.mesh), {"decode": case.decode.split(), "prefill": case.prefill.split()}
     cache: dict[Bucket, tuple[Any, GeFile]] = {}
 
-    def both(partitioned: Partitioned) -> tuple[Any, GeFile]:
+    def both(partitioned: PartitionedProgram) -> tuple[Any, GeFile]:
         """The graph before torchair and the GE file after it, cached by bucket."""
         bucket = partitioned.program.bucket
         if bucket not in cache:

@@ -6,7 +6,7 @@ import pytest
 from support.ge_threads import mended, refused_by
 
 from npucompile.lowering.ascend.legality.graph_rules import GRAPH_RULES, STREAMS, few_streams, ordered_exchange
-from npucompile.lowering.ascend.legality.threads import Source, threads
+from npucompile.lowering.ascend.legality.threads import ThreadSource, threads
 from npucompile.lowering.ascend.operators.node import Node
 
 BY_ID = {thread.id: thread for thread in threads()}
@@ -50,7 +50,7 @@ def test_a_mended_operator_is_accepted(name, inputs, attributes):
 def test_lists_of_tokens_are_read_as_they_are_written(producer, mode, reader):
     """Defaults, as in CANN's operator definitions: dispatch counts, routing sums up, and a grouped product reads running sums."""
     attribute, output, default = ("expert_token_nums_type", 3, 1) if producer.endswith("V2") else ("expert_tokens_num_type", 2, 0)
-    source = Source(producer, output, {} if mode is None else {attribute: mode})
+    source = ThreadSource(producer, output, {} if mode is None else {attribute: mode})
     attributes = {"group_type": 0, "split_item": 2} | ({} if reader is None else {"group_list_type": reader})
     base = mended(BY_ID["grouped-list-length"], attributes=attributes, sources={"group_list": source})
     thread = mended(base, inputs={**base.given.inputs, "group_list": "i64[16]"})

@@ -36,7 +36,7 @@ from npucompile.lowering.backend import backend, open_executable
 from npucompile.lowering.backends.inductor import aoti, layouts
 from npucompile.lowering.backends.inductor import backend as inductor
 from npucompile.lowering.executable import check_operands
-from npucompile.lowering.lower import Lowered, lower_bodies
+from npucompile.lowering.lower import LoweredProgram, lower_bodies
 from npucompile.models.step import program as make_program
 
 F32, I32 = torch.float32, torch.int32
@@ -163,7 +163,7 @@ def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 def compile_graph(graph: GraphModule, cache_dir: Path, threads: int) -> bytes:
-    return inductor.BACKEND.compile(Lowered(BUCKET, "inductor", graph, SIGNATURE), cache_dir=cache_dir, threads=threads).data
+    return inductor.BACKEND.compile(LoweredProgram(BUCKET, "inductor", graph, SIGNATURE), cache_dir=cache_dir, threads=threads).data
 
 
 @pytest.fixture(scope="module")
@@ -263,7 +263,7 @@ def test_a_damaged_package_is_refused(package: Path, tmp_path: Path) -> None:
 # --- graphs of bodies ---
 
 
-def called(kinds: str) -> Lowered:
+def called(kinds: str) -> LoweredProgram:
     """A decode step of a small hybrid model, a letter a layer, lowered to calls of bodies."""
     model = oracle.build(oracle.settings(kinds)).model
     program = make_program(model, Bucket("decode", 2, 1), oracle.LIMITS, F32)

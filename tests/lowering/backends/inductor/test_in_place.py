@@ -16,7 +16,7 @@ from npucompile.graphs.types import Aval, Bucket, Leaf, Signature
 from npucompile.lowering.backend import open_executable
 from npucompile.lowering.backends.inductor import aoti, backend
 from npucompile.lowering.backends.inductor.in_place import COPY, PUT, PUT_IN_PLACE, write_in_place
-from npucompile.lowering.lower import Lowered
+from npucompile.lowering.lower import LoweredProgram
 
 Step = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 """Pool [6, 4, 3], rows [2], values [2, 4, 3] and others -> an output, and the pool's new value."""
@@ -244,7 +244,7 @@ def test_what_inductor_makes_of_a_chain_copies_no_pool(tmp_path: Path, monkeypat
     output.args = ((output.args[0][0],),)
     graph.recompile()
     out = tmp_path / "chain.pt2"
-    lowered = Lowered(Bucket("decode", 1, 1), "inductor", graph, SIGNATURE)
+    lowered = LoweredProgram(Bucket("decode", 1, 1), "inductor", graph, SIGNATURE)
     out.write_bytes(backend.BACKEND.compile(lowered, cache_dir=tmp_path / "cache", threads=1).data)
     ours, theirs = paged_operands(), paged_operands()
     for _ in range(2):

@@ -21,7 +21,7 @@ from npucompile.lowering.backend import open_executable
 from npucompile.lowering.backends.inductor import aoti, layouts, native
 from npucompile.lowering.backends.inductor import backend as inductor
 from npucompile.lowering.backends.inductor.packing import Layout, Packer
-from npucompile.lowering.lower import Lowered
+from npucompile.lowering.lower import LoweredProgram
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +132,7 @@ def test_a_package_calls_every_native_operator_of_packed_weights(tmp_path: Path)
     layouts.choose(graph)
     wanted = {native.op for native in native_ops.TABLE.values() if native.packed}
     assert wanted == {node.target for node in graph.graph.nodes} & wanted
-    lowered = Lowered(Bucket("decode", 5, 1), "inductor", graph, SIGNATURE)
+    lowered = LoweredProgram(Bucket("decode", 5, 1), "inductor", graph, SIGNATURE)
     (tmp_path / "step.pt2").write_bytes(inductor.BACKEND.compile(lowered, cache_dir=tmp_path / "cache", threads=1).data)
     generator = torch.Generator().manual_seed(0)
     operands = [value(leaf, generator) for leaf in SIGNATURE.operands]

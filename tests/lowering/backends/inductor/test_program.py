@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.fx import Graph, GraphModule, Node
 
-from npucompile.lowering.backends.inductor.program import UNREAD, Program, one_call, program_of
+from npucompile.lowering.backends.inductor.program import UNREAD, BodyProgram, one_call, program_of
 
 OPERANDS = 3
 BODIES = {"a": (1, 1), "b": (2, 3), "c": (3, 2), "d": (0, 1)}
@@ -57,7 +57,7 @@ def meant(graph: GraphModule) -> list[Any]:
     raise AssertionError
 
 
-def run(program: Program, names: list[str], operands: list[Any]) -> list[Any]:
+def run(program: BodyProgram, names: list[str], operands: list[Any]) -> list[Any]:
     """Runs a program as stitched.cpp does; a value that was given away is gone."""
     held: dict[int, Any] = dict(enumerate(operands))
 

@@ -20,7 +20,7 @@ from npucompile.graphs.passes.optimise import optimise
 from npucompile.graphs.spmd.partition import partition
 from npucompile.graphs.types import Bucket, Mesh, Rules
 from npucompile.lowering.backends.inductor import aoti, native, shortcuts, sizes
-from npucompile.lowering.lower import Lowered, lower_inline
+from npucompile.lowering.lower import LoweredProgram, lower_inline
 from npucompile.models.step import program
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:Deprec
 LIMITS = oracle.LIMITS.with_bitmasks(8, 97)
 
 
-def lowered(bucket: Bucket) -> Lowered:
+def lowered(bucket: Bucket) -> LoweredProgram:
     """Linear and full attention, with states that native operators and copies write."""
     model = oracle.build(oracle.settings("lf")).model
     return lower_inline(optimise(partition(trace(program(model, bucket, LIMITS, torch.bfloat16)), Mesh(), Rules())), "inductor")

@@ -20,7 +20,7 @@ from npucompile.graphs.spmd.partition import partition
 from npucompile.graphs.types import Bucket, Limits, Mesh, Rules
 from npucompile.lowering.backends.inductor import sizes
 from npucompile.lowering.backends.inductor.sizes import CommonGraph
-from npucompile.lowering.lower import Lowered, lower_bodies
+from npucompile.lowering.lower import LoweredProgram, lower_bodies
 from npucompile.models.step import program
 
 RULES = oracle.LIMITS.with_bitmasks(8, 97).with_adjustments(8, 97)
@@ -29,13 +29,15 @@ SIZES = ({"rows": 2, "tokens": 116}, {"rows": 46, "tokens": 148})
 
 
 @cache
-def lowered(bucket: Bucket, limits: Limits = RULES, kinds: str = "lf", dtype: torch.dtype = torch.bfloat16, experts: int = 0) -> Lowered:
+def lowered(
+    bucket: Bucket, limits: Limits = RULES, kinds: str = "lf", dtype: torch.dtype = torch.bfloat16, experts: int = 0
+) -> LoweredProgram:
     chosen = {"num_experts": experts, "num_experts_per_tok": 2} if experts else {}
     model = oracle.build(oracle.settings(kinds, **chosen)).model
     return lower_bodies(optimise(partition(trace(program(model, bucket, limits, dtype)), Mesh(), Rules())), "inductor")
 
 
-def sizes_of(one: Lowered) -> sizes.Sizes:
+def sizes_of(one: LoweredProgram) -> sizes.Sizes:
     return sizes.sizes_of(one.bucket, one.signature)
 
 
@@ -86,7 +88,7 @@ def test_bodies_that_lack_a_size_get_an_operand_that_has_it() -> None:
     assert any(len(getattr(both[0].graph, name).graph.find_nodes(op="placeholder")) > count for name, count in before.items())
 
 
-def all_sizes(both: list[Lowered]) -> list[sizes.Sizes]:
+def all_sizes(both: list[LoweredProgram]) -> list[sizes.Sizes]:
     return [sizes_of(each) for each in both]
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 
 from npucompile.graphs.types import Bucket
-from npucompile.tools.agreement.pools import Places
+from npucompile.tools.agreement.pools import PoolPlaces
 from npucompile.tools.prove.bringup.buckets import Comparison
 from npucompile.tools.prove.bringup.steps import PlannedStep
 
-ROWS = tuple(Places((i,), (i,), i) for i in range(1, 4))
+ROWS = tuple(PoolPlaces((i,), (i,), i) for i in range(1, 4))
 STEP = PlannedStep(Bucket("decode", 4, 2), ({},), ROWS)
 
 
