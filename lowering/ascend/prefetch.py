@@ -15,6 +15,7 @@ import torch
 from ...graphs.types import Mesh
 from ..artifact import graph_io
 from ..platform import Platform
+from .acl_graph import second_stream
 from .acl_graph.file import AclFile, graph_of
 from .convert import name_ports
 from .cost.estimate import timed_launches
@@ -27,6 +28,8 @@ from .operators.record import NpuOperator
 from .operators.table import BY_TYPE
 from .overlap import EARLIER_TOKENS
 
+FETCHES = (FETCH, second_stream.FETCH)
+"""Types of the operators that fetch: they give nothing, and a graph computes the same without them."""
 LEAST_BYTES = 2**20
 """Fewer are not worth a launch."""
 

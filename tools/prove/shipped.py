@@ -14,6 +14,7 @@ from ...lowering import collectives_check
 from ...lowering.artifact.artifact import Artifact
 from ...lowering.artifact.manifest import GraphEntry, Manifest
 from ...lowering.artifact.shards import local_signature
+from ...lowering.ascend.prefetch import FETCHES
 from ...lowering.ascend.shipped import ShippedGraph, encoding_of, shipped_graph
 from ...models import programs, shrink
 from ...models.sharding_rules import rules_of
@@ -170,9 +171,10 @@ def check_small_bucket(artifact: Artifact, case: BucketCase, partitioned: Partit
 
 
 def _kinds(shipped: ShippedGraph, counted: bool) -> set[frozenset[tuple[str, int]]]:
-    """Launches of every kind of body in a graph: (type of operator, number of them), or (type, 1) where they are not counted."""
-    census = encoding_of(shipped).launched(shipped)
-    return {frozenset((name, count if counted else 1) for name, count in body.items()) for prefix, body in census.items() if prefix}
+    """Launches of every kind of body in a graph: (type of operator, number of them), or (type, 1) where they are not counted. What fetches
+    weights computes nothing, and small weights are not worth it."""
+    bodies = [body for prefix, body in encoding_of(shipped).launched(shipped).items() if prefix]
+    return {frozenset((name, count if counted else 1) for name, count in body.items() if name not in FETCHES) for body in bodies}
 
 
 def _repeats(kinds: Sequence[str], small: Sequence[str]) -> tuple[int, ...]:

@@ -11,10 +11,12 @@ from support import small_images as images
 
 from npucompile.graphs.errors import VerifyError
 from npucompile.graphs.types import Aval, Leaf, Mesh
+from npucompile.lowering.ascend import prefetch
 from npucompile.lowering.ascend import shipped as encodings
 from npucompile.lowering.ascend.ge_file import operators, parse
 from npucompile.lowering.ascend.shipped import CAPTURED
 from npucompile.lowering.collectives_check import expand
+from npucompile.lowering.platform import Platform
 from npucompile.tools.prove import shipped
 
 
@@ -190,6 +192,10 @@ def test_a_graph_of_other_operators_than_the_small_one_is_refused(artifact, deco
     measured = shipped.check_small_bucket(artifact, case, small, ge_file)
     # Two kinds of layers, the two parts of the draft head, and the three stretches around them.
     assert measured == {"buckets": 1, "kinds": 7, "collectives": len(decode_entry.collectives)}
+    monkeypatch.setattr(prefetch, "LEAST_BYTES", 1)
+    fetches = prefetch.in_ge(ge_file, Mesh.parse(artifact.manifest.mesh), Platform("ascend910_93", "9.1", prefetch=True))
+    assert fetches.overlaps
+    assert shipped.check_small_bucket(artifact, case, small, fetches) == measured, "what fetches gives nothing"
 
     def change(ops, model):
         next(op for op in ops.values() if op.type == "SwiGlu").type = "GeGlu"
