@@ -12,7 +12,7 @@ from typing import Protocol
 
 import torch
 
-from ..graphs.types import Aval
+from ..graphs.types import Aval, Leaf
 from .params import Param, Source
 from .variant import Variant
 
@@ -48,9 +48,10 @@ def size(cfg: HeadSizes) -> int:
     return cfg.variant.draft_vocab or cfg.vocab_size
 
 
-def recorded(shapes: Iterable[tuple[str, tuple[int, ...]]]) -> int:
-    """`Variant.draft_vocab` of a model whose parameters have these paths and shapes; 0 where it has no such rows."""
-    return next((shape[0] for path, shape in shapes if KEY in path.split(".")), 0)
+def recorded(params: Iterable[Leaf]) -> int:
+    """`Variant.draft_vocab` of a model that has these parameters; 0 where it has no such rows. Integers lie [M, N]."""
+    rows = (leaf.aval for leaf in params if KEY in leaf.path.split("."))
+    return next((aval.shape[aval.axes.index("vocab")] for aval in rows if "vocab" in aval.axes), 0)
 
 
 def small(cfg: HeadSizes, tp: int) -> int:

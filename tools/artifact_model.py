@@ -62,7 +62,7 @@ def variant_of(manifest: Manifest, config: ModelConfig) -> Variant:
         local=where.local,
         backend=next((entry.backend for entry in manifest.graphs), ""),
         platform=Platform.of(manifest.platform),
-        draft_vocab=draft_vocabulary.recorded(shapes),
+        draft_vocab=draft_vocabulary.recorded(manifest.params),
         physical_experts=physical,
         tells_experts=any(entry.tells_experts for entry in manifest.graphs),
     )

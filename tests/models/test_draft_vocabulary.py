@@ -10,6 +10,7 @@ from support import oracle, speculators
 from tokenizers import Tokenizer
 
 from npucompile.graphs import tree
+from npucompile.graphs.types import Aval, Leaf
 from npucompile.models import decoder, draft_vocabulary, registry
 from npucompile.models.checkpoint import load, open_checkpoint, save
 from npucompile.models.quant.formats import W8A8_DYNAMIC, Formats
@@ -80,6 +81,17 @@ def test_without_drafts_there_are_no_rows():
     assert draft_vocabulary.KEY in cut(random.model).params(torch.float32)
 
 
-@pytest.mark.parametrize("paths, rows", [(["params.draft_head"], 7), (["draft_head.weight", "draft_head.weight_scale"], 7), (["head"], 0)])
-def test_what_an_artifact_records_of_it_are_its_rows(paths, rows):
-    assert draft_vocabulary.recorded((path, (7, 3)) for path in paths) == rows
+FLOAT, SCALES = Aval((7, 3), torch.float32, ("vocab", None)), Aval((7,), torch.float32, ("vocab",))
+INTEGERS = Aval((3, 7), torch.int8, (None, "vocab"))
+
+
+@pytest.mark.parametrize(
+    "params, rows",
+    [
+        ({"draft_head": FLOAT}, 7),
+        ({"draft_head.weight": INTEGERS, "draft_head.weight_scale": SCALES}, 7),
+        ({"head": FLOAT}, 0),
+    ],
+)
+def test_what_an_artifact_records_of_it_are_its_rows(params, rows):
+    assert draft_vocabulary.recorded(Leaf(f"params.{path}", aval) for path, aval in params.items()) == rows

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from math import gcd
 
@@ -16,7 +16,7 @@ from ...graphs.types import Bucket, Limits, Mesh, Rules
 from ...lowering.artifact.manifest import GraphEntry, Manifest
 from ...models import draft_vocabulary, expert_placement
 from ...models.deployed import heads_for
-from ...models.params import Param
+from ...models.params import Param, Source
 from ...models.quant.formats import UNROUNDED, W4A16, Formats
 from ...models.sharding_rules import rules_of
 from ...models.step import Model
@@ -242,9 +242,11 @@ def _parts(tokens: int, parts: int) -> int:
 def random_checkpoint(model: Model, generator: torch.Generator) -> dict[str, torch.Tensor]:
     """Random float32 tensors of a checkpoint of the model, by name on disk; none is close to all zeros or all ones."""
     tensors: dict[str, torch.Tensor] = {}
-    for _, param in tree.flatten(model.params(torch.float32)):
+    params = [param for _, param in tree.flatten(model.params(torch.float32))]
+    # First rows are of tensors that others have whole.
+    for param in sorted(params, key=lambda param: param.source.first_rows):
         for name, shape in zip(param.source.names, param.source.shapes, strict=True):
-            if name not in tensors:
+            if name not in tensors and not (param.source.first_rows and tensors.keys() & {*param.source.instead}):
                 noise = torch.randn(shape, generator=generator)
                 near = param.init in ("zeros", "ones")
                 tensors[name] = float(param.init == "ones") + 0.2 * noise if near else noise * shape[-1] ** -0.5
@@ -254,5 +256,12 @@ def random_checkpoint(model: Model, generator: torch.Generator) -> dict[str, tor
 def model_params(model: Model, checkpoint: Mapping[str, torch.Tensor], dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
     """A model's parameters from the tensors of a checkpoint: global, flat, and quantised from the same floats for every dtype."""
     leaves: list[tuple[str, Param]] = tree.flatten(model.params(dtype))
-    joined = [(param.whole(*(checkpoint[name] for name in param.source.names)), param.aval) for _, param in leaves]
+    joined = [(param.whole(*_tensors(param.source, checkpoint)), param.aval) for _, param in leaves]
     return [tensor.to(aval.dtype).reshape(aval.shape).contiguous() for tensor, aval in joined]
+
+
+def _tensors(source: Source, checkpoint: Mapping[str, torch.Tensor]) -> Iterator[torch.Tensor]:
+    """The tensors of a checkpoint that a parameter is made from."""
+    names = source.names if checkpoint.keys() >= {*source.names} else source.instead
+    for name, shape in zip(names, source.shapes, strict=True):
+        yield checkpoint[name][: shape[0]] if source.first_rows else checkpoint[name]

@@ -10,9 +10,10 @@ from support.manifests import DISPATCHED, DRAFTED, entry, manifest, physical
 
 from npucompile.graphs import tree
 from npucompile.graphs.types import Aval, Bucket, Leaf, Limits
+from npucompile.models import draft_vocabulary
 from npucompile.models.params import avals
 from npucompile.models.variant import Variant
-from npucompile.tools.artifact_model import full_model
+from npucompile.tools.artifact_model import full_model, with_variant
 from npucompile.tools.builder.rank_memory import share
 from npucompile.tools.prove import small_model
 from npucompile.tools.prove.small_model import Form, small_buckets
@@ -155,6 +156,15 @@ def test_experts_that_are_split_in_an_artifact_are_split_here():
     assert [small.rules().num_shards("experts", small.mesh) for small in (spread, split)] == [2, 1]
     assert dict(split.shipped.config.variant.shards)["expert_ffn"] == 2
     assert (spread.shipped.config.variant.most_dispatched > 0, split.shipped.config.variant.most_dispatched) == (True, 0)
+
+
+def test_drafts_read_the_first_rows_of_the_head():
+    model = small_model.shrink(manifest(mesh="dp=1,tp=4"), 1).model
+    model = with_variant(model, replace(model.config.variant, draft_vocab=32))
+    params = small_model.model_params(model, small_model.random_checkpoint(model, torch.Generator().manual_seed(0)))
+    named = dict(zip((name for name, _ in tree.flatten(model.params(F32))), params, strict=True))
+    assert named["head"].shape[0] > 32
+    assert torch.equal(named[draft_vocabulary.KEY], named["head"][:32])
 
 
 @pytest.mark.parametrize("quantization", ["none", "w8a8", "w4a8"])

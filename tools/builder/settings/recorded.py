@@ -72,7 +72,7 @@ class Recorded:
     @property
     def draft_vocab(self) -> int:
         """Tokens that may be drafted, the first ones; 0 for all."""
-        return draft_vocabulary.recorded((leaf.name, leaf.aval.shape) for leaf in self.manifest.params)
+        return draft_vocabulary.recorded(self.manifest.params)
 
     @property
     def declares_draft_head(self) -> bool:
