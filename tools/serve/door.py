@@ -84,7 +84,7 @@ class End(NamedTuple):
     now: bool
 
 
-class ServedDoor(Stop):
+class EngineLink(Stop):
     """What the reading thread hands to the main one; it is stopped by records in the place of signals.
 
     Attributes:
@@ -115,7 +115,7 @@ def serve(settings: DoorSettings, listener: socket.socket, connection: Connectio
         signal.signal(number, signal.SIG_IGN)
     logging.basicConfig(level=logging.INFO if settings.verbose else logging.WARNING, format="%(asctime)s %(name)s %(message)s")
     allow_open_files()
-    door = ServedDoor()
+    door = EngineLink()
     channel = Channel(connection, door.take, lambda: os._exit(1))
     file = settings.access_log
     with (

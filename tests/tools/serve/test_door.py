@@ -6,11 +6,11 @@ from types import SimpleNamespace
 from typing import Any
 
 from npucompile.runtime.engine_host import Health
-from npucompile.tools.serve.door import End, Open, ServedDoor
+from npucompile.tools.serve.door import End, EngineLink, Open
 
 
 def test_a_record_to_end_stops_as_a_signal_does_and_the_second_by_force() -> None:
-    door, taken = ServedDoor(), list[Any]()
+    door, taken = EngineLink(), list[Any]()
     news = Health({"status": "ok"})
     door.take(news)
     door.engine = SimpleNamespace(take=taken.append)  # type: ignore[assignment]
