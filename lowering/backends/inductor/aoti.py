@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch.fx import GraphModule
@@ -23,7 +24,6 @@ from torch.fx import GraphModule
 from ....graphs.errors import LoweringError
 from ... import isa
 from . import in_place, native, shortcuts
-from .shortcuts import replaced
 
 MODEL = "model"
 """Name of the one model in a package."""
@@ -140,7 +140,7 @@ def options(cache_dir: Path, name: str, threads: int) -> dict[str, Any]:
 @contextmanager
 def _settings(cache_dir: Path) -> Iterator[None]:
     """Sets for one compile what torch has no options for: cache directories, wrappers without operand checks, and what they export."""
-    from torch._inductor import codecache
+    from torch._inductor import codecache, lowering
     from torch._inductor.codegen.cpp_wrapper_cpu import CppWrapperCpu
     from torch._inductor.runtime import cache_dir_utils
 
@@ -152,12 +152,14 @@ def _settings(cache_dir: Path) -> Iterator[None]:
         stack.enter_context(shortcuts.taken())
         if cache_dir_utils.cache_dir() != str(cache_dir):
             stack.enter_context(cache_dir_utils.temporary_cache_dir(str(cache_dir)))
-        stack.enter_context(replaced(codecache, "_HEADER_DIR", str(headers)))
-        stack.enter_context(replaced(codecache, "_HEADER_LOCK_DIR", str(headers / "locks")))
+        stack.enter_context(patch.object(codecache, "_HEADER_DIR", str(headers)))
+        stack.enter_context(patch.object(codecache, "_HEADER_LOCK_DIR", str(headers / "locks")))
         # A third of the generated C++ would check operands, if an environment variable is set; `check_operands` does so instead.
-        stack.enter_context(replaced(CppWrapperCpu, "generate_input_output_runtime_checks", _no_checks))
-        stack.enter_context(replaced(CppWrapperCpu, "_write_aoti_interface_header", _body_interface))
-        stack.enter_context(replaced(codecache, "_get_cpp_wrapper_header", lambda device, aot_mode=False: str(native.PREFIX)))
+        stack.enter_context(patch.object(CppWrapperCpu, "generate_input_output_runtime_checks", _no_checks))
+        stack.enter_context(patch.object(CppWrapperCpu, "_write_aoti_interface_header", _body_interface))
+        stack.enter_context(patch.object(codecache, "_get_cpp_wrapper_header", lambda device, aot_mode=False: str(native.PREFIX)))
+        # Its own rule, for GPUs, asks first whether there are fewer than 32,767 elements, and then calls the same function.
+        stack.enter_context(patch.dict(lowering.lowerings, {torch.ops.aten.sort.stable: lowering.sort_fallback}))
         yield
 
 
@@ -171,11 +173,11 @@ def _vectors() -> Iterator[None]:
     def legal(known: Sequence[Any]) -> list[Any]:
         return [vectors for vectors in known if not hidden & set(str(vectors).split())]
 
-    known = replaced(cpu_vec_isa, "supported_vec_isa_list", legal(cpu_vec_isa.supported_vec_isa_list))
+    known = patch.object(cpu_vec_isa, "supported_vec_isa_list", legal(cpu_vec_isa.supported_vec_isa_list))
     # Torch would compile and load a library for each before it says that it is valid, which takes 2 s.
-    with known, replaced(cpu_vec_isa.VecISA, "check_build", _compiles):
+    with known, patch.object(cpu_vec_isa.VecISA, "check_build", _compiles):
         valid = legal(cpu_vec_isa.valid_vec_isa_list())
-    with replaced(cpu_vec_isa, "valid_vec_isa_list", lambda: valid):
+    with patch.object(cpu_vec_isa, "valid_vec_isa_list", lambda: valid):
         yield
 
 

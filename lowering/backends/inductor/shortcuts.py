@@ -12,6 +12,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch._guards import detect_fake_mode
@@ -30,13 +31,13 @@ def taken() -> Iterator[None]:
     own: Any = common
     algebra: Any = sizevars
     with ExitStack() as stack:
-        stack.enter_context(replaced(compile_fx, "aot_export_module", _traced))
-        stack.enter_context(replaced(compile_fx, "_unlift_graph", lambda model, graph, signature: graph))
+        stack.enter_context(patch.object(compile_fx, "aot_export_module", _traced))
+        stack.enter_context(patch.object(compile_fx, "_unlift_graph", lambda model, graph, signature: graph))
         # Vectors are chosen by strides, differences of polynomials, for which torch asks sympy for the simplest of all forms.
         expanding = SimpleNamespace(**vars(algebra.sympy) | {"simplify": algebra.sympy.expand})
-        stack.enter_context(replaced(algebra, "sympy", expanding))
+        stack.enter_context(patch.object(algebra, "sympy", expanding))
         # Torch makes the rules of all operators again for each operation, of one object.
-        stack.enter_context(replaced(own, "DtypePropagationOpsHandler", functools.cache(own.DtypePropagationOpsHandler)))
+        stack.enter_context(patch.object(own, "DtypePropagationOpsHandler", functools.cache(own.DtypePropagationOpsHandler)))
         yield
 
 
@@ -52,14 +53,3 @@ def _traced(model: GraphModule, operands: Sequence[torch.Tensor], *, decompositi
     # The names of operators before they are decomposed become those of functions in the code.
     with torch.no_grad(), mode, torch.fx.traceback.preserve_node_meta():
         return make_fx(model, decomposition_table=decompositions, _error_on_data_dependent_ops=True)(*operands), None
-
-
-@contextmanager
-def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Gives an object another attribute for a while."""
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)

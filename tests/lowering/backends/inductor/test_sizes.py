@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support import oracle
+from torch._inductor import codecache
 from torch.fx import GraphModule, Interpreter
 
 from npucompile.graphs.errors import LoweringError
@@ -18,7 +21,7 @@ from npucompile.graphs.ir.trace import trace
 from npucompile.graphs.passes.optimise import optimise
 from npucompile.graphs.spmd.partition import partition
 from npucompile.graphs.types import Bucket, Limits, Mesh, Rules
-from npucompile.lowering.backends.inductor import sizes
+from npucompile.lowering.backends.inductor import aoti, native, sizes
 from npucompile.lowering.backends.inductor.sizes import CommonGraph
 from npucompile.lowering.lower import LoweredProgram, lower_bodies
 from npucompile.models.step import program
@@ -151,4 +154,21 @@ def test_code_that_takes_a_token_off_holds_for_every_chunk() -> None:
     _, operands = sizes.with_values([shifted(2, 116), shifted(46, 148)], SIZES)
     with operands[0].fake_mode:  # type: ignore[attr-defined]
         assert bool(operands[0][:, 1:].shape[1] != 1)
+    sizes.check_unguarded(operands)
+
+
+def test_code_that_sorts_holds_for_any_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As rows are sorted by their experts; torch's own rule asks whether there are fewer than 32,767."""
+
+    def ordered(rows: int, tokens: int) -> GraphModule:
+        like = [torch.empty(rows, tokens, device="meta")]
+        return record(lambda ids: [ids.flatten().argsort(stable=True)], like, FakeTensorMode(), "cpu")
+
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    monkeypatch.setattr(native, "archive", lambda *_: tmp_path / "native" / "kernels.a")
+    monkeypatch.setattr(codecache.AotCodeCompiler, "compile", Mock(side_effect=KeyboardInterrupt))
+    graph, operands = sizes.with_values([ordered(2, 116), ordered(46, 148)], SIZES)
+    with pytest.raises(KeyboardInterrupt):
+        aoti.compile_files(graph, operands, "g_1", cache_dir=tmp_path, threads=0)
     sizes.check_unguarded(operands)
