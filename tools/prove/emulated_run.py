@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +10,7 @@ import torch
 from ...graphs.errors import VerifyError
 from ...graphs.ir.trace import signature_of
 from ...graphs.ops.packed_latents import parts_of, with_rotary_in
+from ...graphs.steps.table import kind_of
 from ...graphs.types import Leaf, Mesh, Signature
 from ...models import step
 from ...models.head_padding import copies
@@ -18,8 +19,8 @@ from ..agreement.pools import holds_scales, is_paged, is_picture_pool, is_reques
 from ..agreement.tolerances import SETTLED, AllowedDifferences, deviation
 from .all_ranks import Outputs, Run, run_step
 from .small_model import BucketCase, SmallModel, model_params
-from .speculation import REQUEST_SLOTS, check_logprobs, check_request_slots, compare_drafts, first_position, same_draft_inputs
-from .step_trace import ExpectedOutputs, StepTrace
+from .speculation import REQUEST_SLOTS, check_logprobs, check_request_slots, compare_drafts, same_draft_inputs
+from .step_trace import ExpectedOutputs, StepTrace, TraceStep
 
 States = tuple[list[torch.Tensor], ...]
 """State pools of every rank."""
@@ -40,13 +41,10 @@ class RankOutputs:
 
     Attributes:
         steps: outputs of each rank by name, with its pool of request slots after the step, by number of the step.
-        state: pools of each rank after the last step.
-        before, after: pools of each rank around some of the steps.
+        after: pools of each rank after the step.
     """
 
     steps: Mapping[int, tuple[Outputs, ...]]
-    state: States
-    before: Mapping[int, States]
     after: Mapping[int, States]
 
 
@@ -76,54 +74,17 @@ class Ranks:
         ]
         return Ranks(small, trace, signature.state, tuple(params))
 
-    def run(self, graphs: Graphs, keep: Collection[int] = ()) -> RankOutputs:
-        """Runs all steps; inputs and request slots of each come from the trace, whatever the ranks computed before.
+    def run(self, graphs: Graphs, numbers: Iterable[int] | None = None) -> RankOutputs:
+        """Runs steps, by default all, each from what the trace has before it, whatever the ranks computed before.
 
-        Args:
-            keep: numbers of the steps around which the state is kept.
+        What rounds to integers may round the other way on several ranks; from there on states would differ, and no later step would say
+        more than that.
         """
-        state: States = tuple(self._initial_pools(rank) for rank in range(self.small.mesh.size))
-        steps, before, after, request_slots = {}, {}, {}, request_slot_pool(self.leaves)
-        for number, trace_step in enumerate(self.trace.steps):
-            for rank, pools in enumerate(state):
-                pools[request_slots].copy_(trace_step.request_slots[self.group(rank)])
-            if number in keep:
-                before[number] = self._copy(state)
-            steps[number] = self._run_step(graphs, number, state)
-            if number in keep:
-                after[number] = self._copy(state)
-            self._restore_draft_cache(number, steps[number], state)
-        return RankOutputs(steps, state, before, after)
-
-    def _restore_draft_cache(self, number: int, outputs: Sequence[Outputs], state: States) -> None:
-        """Overwrites the draft head's cache of rows that sampled another token, as they may, with that of the trace.
-
-        Their next step starts from the trace's tokens, which the cache would otherwise contradict.
-        """
-        trace_step, page = self.trace.steps[number], self.small.limits.page_size
-        prefix = f"{self.small.model.family.draft_key}."
-        for rank, pools in enumerate(state):
-            group = self.group(rank)
-            expected = trace_step.expected[group]
-            if not expected or not self.small.limits.drafts:
-                continue
-            places = [i for i in range(len(expected.rows)) if not same_draft_inputs(trace_step, group, i, outputs[rank])]
-            right = self.shard(self.trace.final_state[group], rank) if places else []
-            for place in places:
-                row = expected.rows[place]
-                position = first_position(trace_step, group, row) + torch.arange(expected.taken[place])
-                pages, offsets = trace_step.inputs[group]["page_table"][row, position // page], position % page
-                for leaf, pool, right_pool in zip(self.leaves, pools, right, strict=True):
-                    if leaf.path.startswith(prefix):
-                        pool[pages, offsets] = right_pool[pages, offsets]
-
-    def run_steps(self, graphs: Graphs, before: Mapping[int, States]) -> RankOutputs:
-        """Runs single steps, each from the state given for its number."""
         steps, after = {}, {}
-        for number, state in before.items():
-            after[number] = self._copy(state)
+        for number in range(len(self.trace.steps)) if numbers is None else numbers:
+            after[number] = tuple(self._pools(rank, self.trace.steps[number]) for rank in range(self.small.mesh.size))
             steps[number] = self._run_step(graphs, number, after[number])
-        return RankOutputs(steps, (), before, after)
+        return RankOutputs(steps, after)
 
     def _run_step(self, graphs: Graphs, number: int, state: States) -> tuple[Outputs, ...]:
         trace_step = self.trace.steps[number]
@@ -131,11 +92,6 @@ class Ranks:
         outputs = run_step(run, self.small.mesh, signature, self.params, state, trace_step.inputs)
         request_slots = request_slot_pool(self.leaves)
         return tuple({**own, REQUEST_SLOTS: pools[request_slots].clone()} for own, pools in zip(outputs, state, strict=True))
-
-    def _copy(self, state: States) -> States:
-        return tuple(
-            [held(leaf, pool).to(leaf.aval.dtype, copy=True) for pool, leaf in zip(pools, self.leaves, strict=True)] for pools in state
-        )
 
     def shard(self, pools: Sequence[torch.Tensor], rank: int) -> list[torch.Tensor]:
         """A rank's part of the reference's pools, with key-value heads repeated, and heads of zeros behind them, as the model has them."""
@@ -151,35 +107,45 @@ class Ranks:
             shards.append(repeated[rules.local_slice(leaf.aval, mesh, rank)].to(leaf.aval.dtype, copy=True))
         return shards
 
-    def _initial_pools(self, rank: int) -> list[torch.Tensor]:
+    def _pools(self, rank: int, step: TraceStep) -> list[torch.Tensor]:
+        """A rank's pools before a step, with garbage in pages that nothing was written to."""
         generator = torch.Generator().manual_seed(rank)
-        pools = self.shard(self.trace.initial_state[self.group(rank)], rank)
+        pools = self.shard(step.before[self.group(rank)], rank)
         for leaf, pool in zip(self.leaves, pools, strict=True):
             if is_paged(leaf):
                 garbage = (GARBAGE * torch.randn(pool.shape, generator=generator)).to(pool.dtype)
                 pool.copy_(torch.where(torch.isnan(pool), garbage, pool))
+        pools[request_slot_pool(self.leaves)].copy_(step.request_slots[self.group(rank)])
         return pools
 
     def group(self, rank: int) -> int:
         """Index of a rank's dp group."""
         return self.small.mesh.coordinates(rank)["dp"]
 
-    def live_values(self, rank: int, pools: Sequence[torch.Tensor]) -> Iterator[tuple[Leaf, torch.Tensor]]:
-        """Each of a rank's pools but the request slots, with what it holds of requests: [tokens or slots, ...]."""
-        rows = self.trace.rows[self.group(rank)]
+    def live_values(self, step: TraceStep, rank: int, pools: Sequence[torch.Tensor], moved: Collection[int]) -> Iterator[torch.Tensor]:
+        """What each of a rank's pools holds of requests after a step: [tokens or slots, ...]; the request slots hold nothing.
+
+        Args:
+            moved: places of live rows that sampled another token, as they may; what a draft head cached of them is left out.
+        """
+        prefix = f"{self.small.model.family.draft_key}."
         for leaf, pool in zip(self.leaves, pools, strict=True):
             if is_picture_pool(leaf):
-                yield leaf, pool
-            elif not is_request_slots(leaf):
-                yield leaf, torch.cat([values for row in rows for values in live_values(leaf, row, pool)] or [pool[:0]])
+                yield pool
+            elif is_request_slots(leaf):
+                yield pool[:0]
+            else:
+                rows = [row for i, row in enumerate(step.rows[self.group(rank)]) if i not in moved or not leaf.path.startswith(prefix)]
+                yield torch.cat([values for row in rows for values in live_values(leaf, row, pool)] or [pool[:0]])
 
 
 def check_against_trace(ranks: Ranks, actual: RankOutputs, allowed: AllowedDifferences, what: str) -> dict[str, float]:
     """Compares the outputs of all ranks with those of one device.
 
-    The median difference of a rank's logits (see `MEDIAN_OF`) and of each pool's live rows must be within `typical`, every logit within
-    `worst`, and each pool within `state`. A greedy token, and a draft, must equal the trace's where its logit leads by more than the
-    difference of the logits can explain. Counts and request slots must follow from the tokens and drafts of the rank itself.
+    The median difference of a rank's logits (see `MEDIAN_OF`) must be within `typical`, of chunks of prompts within `turned`, as that of
+    each pool's live rows; every logit within `worst`, and each pool within `state`. A greedy token, and a draft, must equal the trace's
+    where its logit leads by more than the difference of the logits can explain. Counts and request slots must follow from the tokens and
+    drafts of the rank itself.
 
     Returns:
         rows, logits_error, typical_error, state_error; the number of tokens and drafts that had to be equal; and token_mismatches and
@@ -188,34 +154,35 @@ def check_against_trace(ranks: Ranks, actual: RankOutputs, allowed: AllowedDiffe
     Raises:
         VerifyError: naming the graphs, the step, the rank, the measure, its value and the largest legal one.
     """
-    typical = worst = state_error = 0.0
-    rows, counts = 0, dict.fromkeys(("tokens", "token_mismatches", "drafts", "draft_mismatches"), 0)
+    state_error, counts = 0.0, dict.fromkeys(("tokens", "token_mismatches", "drafts", "draft_mismatches"), 0)
     wrong_drafts: list[str] = []
-    errors_of: dict[int, torch.Tensor] = {}
+    errors_of: dict[tuple[int, bool], torch.Tensor] = {}
     for rank in range(ranks.small.mesh.size):
-        where, errors = f"{what}, {_rank_name(rank, ranks.small.mesh)}", []
+        where = f"{what}, {_rank_name(rank, ranks.small.mesh)}"
         for number, outputs in actual.steps.items():
+            key = rank, kind_of(ranks.trace.steps[number].case.bucket).decodes
             error = _check_step(ranks, number, rank, outputs[rank], allowed, counts, wrong_drafts, where)
-            errors += [] if error is None else [error]
-        if errors:
-            errors_of[rank] = torch.cat(errors)
-            rows += len(errors_of[rank])
-            worst = max(worst, float(errors_of[rank].max()))
-            state_error = max(state_error, _check_state(ranks, actual, rank, allowed, where))
-    for rank, own in errors_of.items():
-        median = float((own if len(own) >= MEDIAN_OF else torch.cat(_of_all_groups(errors_of, rank, ranks.small.mesh))).median())
-        typical = max(typical, median)
-        _refuse(median, allowed.typical, f"{what}, {_rank_name(rank, ranks.small.mesh)}: half of all logits")
+            if error is not None:
+                errors_of[key] = torch.cat([errors_of.get(key, error[:0]), error])
+            state_error = max(state_error, _check_state(ranks, actual, number, rank, allowed, where))
+    medians = dict.fromkeys((True, False), 0.0)
+    for (rank, decodes), own in errors_of.items():
+        all_groups = _of_all_groups(errors_of, rank, decodes, ranks.small.mesh)
+        median = float((own if len(own) >= MEDIAN_OF else torch.cat(all_groups)).median())
+        medians[decodes] = max(medians[decodes], median)
+        legal, kind = (allowed.typical, "") if decodes else (allowed.turned, " of prompts")
+        _refuse(median, legal, f"{what}, {_rank_name(rank, ranks.small.mesh)}: half of all logits{kind}")
     if len(wrong_drafts) > allowed.drafts * (counts["drafts"] + len(wrong_drafts)):
         raise VerifyError(wrong_drafts[0])
-    measured = {"rows": rows, "logits_error": worst, "typical_error": typical, "state_error": state_error, **counts}
-    return {name: float(value) for name, value in measured.items()}
+    errors = torch.cat([*errors_of.values()])
+    measured = {"rows": len(errors), "logits_error": float(errors.max()), "typical_error": medians[True] or medians[False]}
+    return {name: float(value) for name, value in {**measured, "state_error": state_error, **counts}.items()}
 
 
-def _of_all_groups(errors_of: Mapping[int, torch.Tensor], rank: int, mesh: Mesh) -> list[torch.Tensor]:
-    """The errors of the ranks that stand where this one does in their dp groups."""
+def _of_all_groups(errors_of: Mapping[tuple[int, bool], torch.Tensor], rank: int, decodes: bool, mesh: Mesh) -> list[torch.Tensor]:
+    """The errors of the ranks that stand where this one does in their dp groups, in steps that decode or not."""
     place = {**mesh.coordinates(rank), "dp": 0}
-    return [errors for other, errors in errors_of.items() if {**mesh.coordinates(other), "dp": 0} == place]
+    return [errors for (other, kind), errors in errors_of.items() if kind == decodes and {**mesh.coordinates(other), "dp": 0} == place]
 
 
 def _check_step(
@@ -241,7 +208,7 @@ def _check_step(
         raise VerifyError(wrong)
     check_request_slots(trace_step, group, outputs, what, room=ranks.small.limits.drafts)
     if "drafts" in outputs:
-        compared = compare_drafts(trace_step, group, outputs, error.amax(1), allowed.typical)
+        compared = compare_drafts(trace_step, group, outputs, error.amax(1), allowed.turned)
         if wrong := _count(counts, "draft", expected, outputs["drafts"], compared, what):
             wrong_drafts.extend([wrong] * int((compared[1] & ~compared[0]).sum()))
     if ranks.small.max_logprobs:
@@ -255,7 +222,7 @@ def check_identical(ranks: Ranks, left: RankOutputs, right: RankOutputs, what: s
     Counts and drafts are compared too, because the request slots, which are a pool, contain them.
 
     Args:
-        left: with the state after every step that `right` has.
+        left: with every step that `right` has.
 
     Returns:
         Numbers of steps (as `turns`), tokens and state values compared.
@@ -334,14 +301,19 @@ def _count(
     return ""
 
 
-def _check_state(ranks: Ranks, actual: RankOutputs, rank: int, allowed: AllowedDifferences, where: str) -> float:
-    """Checks a rank's final state; returns the largest `deviation` of a pool's live values."""
-    largest, expected = 0.0, ranks.shard(ranks.trace.final_state[ranks.group(rank)], rank)
-    for (leaf, left), (_, right) in zip(ranks.live_values(rank, expected), ranks.live_values(rank, actual.state[rank]), strict=True):
-        error = deviation([(left, right)])
-        _refuse(error, allowed.state, f"{where}: {leaf.name}")
+def _check_state(ranks: Ranks, actual: RankOutputs, number: int, rank: int, allowed: AllowedDifferences, where: str) -> float:
+    """Checks a rank's state after a step; returns the largest `deviation` of a pool's live values."""
+    step, group, largest = ranks.trace.steps[number], ranks.group(rank), 0.0
+    expected, outputs = step.expected[group], actual.steps[number][rank]
+    moved = [place for place in range(len(expected.rows) if expected else 0) if not same_draft_inputs(step, group, place, outputs)]
+    both = (ranks.live_values(step, rank, pools, moved) for pools in (ranks.shard(step.after[group], rank), actual.after[number][rank]))
+    for leaf, left, right in zip(ranks.leaves, *both, strict=True):
+        if not left.numel():
+            continue
+        error, what = deviation([(left, right)]), f"{where}, step {number} ({step.case.bucket.name}): "
+        _refuse(error, allowed.state, f"{what}{leaf.name}")
         rows = (left.float() - right.float()).flatten(1).abs().amax(1) / left.float().abs().max().clamp(min=1.0)
-        _refuse(float(rows.median()), allowed.typical, f"{where}: half of {leaf.name}")
+        _refuse(float(rows.median()), allowed.turned, f"{what}half of {leaf.name}")
         largest = max(largest, error)
     return largest
 

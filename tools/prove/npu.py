@@ -32,7 +32,7 @@ from ..builder.pool import rewriting
 from ..builder.targets import target
 from ..progress import Progress, quiet_torch
 from . import shipped as verify_shipped
-from .emulated_run import RankOutputs, Ranks, check_against_trace, check_identical
+from .emulated_run import Ranks, check_against_trace, check_identical
 from .encode import small_bucket, verify_small
 from .small_model import BucketCase, SmallModel, random_checkpoint, shrink
 from .speculation import first_position
@@ -142,16 +142,16 @@ class _Proof:
         with self.check("lowered f32") as measured:
             # torchair converts integer products to 16-bit types only, so quantised graphs are converted in the artifact's dtype alone.
             graphs = {case: self.build(small, case, F32, emit_logits=True, convert=not self.quantised) for case in small.cases}
-            outputs = ranks.run(emulators(small, graphs), keep=representative_steps(trace))
+            outputs = ranks.run(emulators(small, graphs))
             measured |= check_against_trace(ranks, outputs, allowed, "lowered f32")
         if not self.quantised:
             with self.check(f"{self.form} f32") as measured:
                 measured |= check_against_trace(ranks, ranks.run(interpreters(small, graphs)), allowed, f"{self.form} f32")
         with self.check("lowered f32, logits in shares") as measured:
             sharded = {case: self.build(small, case, F32, emit_logits=False, convert=False) for case in small.cases}
-            sharded_outputs = ranks.run_steps(emulators(small, sharded), outputs.before)
+            sharded_outputs = ranks.run(emulators(small, sharded), representative_steps(trace))
             measured |= check_identical(ranks, outputs, sharded_outputs, "lowered f32, logits whole and in shares")
-        self.check_shipped_form(small, Ranks.of(small, trace, checkpoint, self.dtype), outputs)
+        self.check_shipped_form(small, Ranks.of(small, trace, checkpoint, self.dtype))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -163,7 +163,7 @@ class _Proof:
         """What the shipped graphs are called."""
         return "GE" if self.artifact.manifest.backend == "ge" else self.artifact.manifest.backend
 
-    def check_shipped_form(self, small: SmallModel, ranks: Ranks, outputs: RankOutputs) -> None:
+    def check_shipped_form(self, small: SmallModel, ranks: Ranks) -> None:
         """In the form and dtype of the artifact, the shipped graph does bit for bit what the lowered graph does."""
         name, graphs = self.artifact.manifest.dtype, {}
         for case in small.cases:
@@ -172,9 +172,9 @@ class _Proof:
                 assert built.shipped is not None
                 measured |= verify_shipped.check_small_bucket(self.artifact, case, built.partitioned, built.shipped)
         with self.check(f"{self.form} {name} as lowered") as measured:
-            lowered = ranks.run_steps(emulators(small, graphs), outputs.before)
+            lowered = ranks.run(emulators(small, graphs), numbers := representative_steps(ranks.trace))
             # GE respects data and control edges and no other order, so the order furthest from the file's must give the same.
-            shipped = ranks.run_steps(interpreters(small, graphs, order="reversed-ready"), outputs.before)
+            shipped = ranks.run(interpreters(small, graphs, order="reversed-ready"), numbers)
             measured |= check_identical(ranks, lowered, shipped, f"{self.form} {name} against lowered {name}")
 
     def build(self, small: SmallModel, case: BucketCase, dtype: torch.dtype, *, emit_logits: bool, convert: bool) -> BuiltCase:

@@ -81,29 +81,26 @@ class TraceStep:
         inputs: of each group, by name.
         request_slots: each group's pool of request slots before the step.
         expected: of each group; None where it has no live row.
+        before, after: each group's pools, in the order of the trace's leaves; NaN wherever nothing was written.
+        rows: each group's requests after the step, those of its live rows first, with the tokens in their caches and the state slots that
+            they go on from.
     """
 
     case: BucketCase
     inputs: tuple[Inputs, ...]
     request_slots: tuple[torch.Tensor, ...]
     expected: tuple[ExpectedOutputs | None, ...]
+    before: tuple[list[torch.Tensor], ...] = ()
+    after: tuple[list[torch.Tensor], ...] = ()
+    rows: tuple[tuple[LiveRow, ...], ...] = ()
 
 
 @dataclass(frozen=True)
 class StepTrace:
-    """All steps, and each group's state before the first and after the last.
-
-    Attributes:
-        leaves: state leaves of the reference.
-        initial_state, final_state: each group's pools, in the order of `leaves`; NaN wherever nothing was written.
-        rows: each group's requests after the last step, with the tokens in their caches and the state slots that they go on from.
-    """
+    """All steps, and the state leaves of the reference."""
 
     steps: tuple[TraceStep, ...]
     leaves: tuple[Leaf, ...]
-    initial_state: tuple[list[torch.Tensor], ...]
-    final_state: tuple[list[torch.Tensor], ...]
-    rows: tuple[tuple[LiveRow, ...], ...]
 
 
 def record_trace(small: SmallModel, checkpoint: Mapping[str, torch.Tensor], generator: torch.Generator) -> StepTrace:
@@ -116,10 +113,7 @@ def record_trace(small: SmallModel, checkpoint: Mapping[str, torch.Tensor], gene
     its context, with a random state as after a prefill on another instance, and reaches the end.
     """
     recorder = _Recorder(small, checkpoint, generator)
-    initial = tuple([pool.clone() for pool in state] for state in recorder.states)
-    steps = [*recorder.prefill(), *recorder.decode()]
-    rows = tuple(tuple(request.row(i) for i, request in enumerate(group)) for group in recorder.groups)
-    return StepTrace(tuple(steps), recorder.leaves, initial, tuple(recorder.states), rows)
+    return StepTrace((*recorder.prefill(), *recorder.decode()), recorder.leaves)
 
 
 class _Recorder:
@@ -212,12 +206,11 @@ class _Recorder:
 
     def _step(self, case: BucketCase, waiting: Sequence[list[TraceRequest]]) -> TraceStep:
         groups = [self._group_step(case, group, requests[: case.bucket.batch]) for group, requests in enumerate(waiting)]
-        inputs, request_slots, expected = zip(*groups, strict=True)
-        return TraceStep(case, inputs, request_slots, expected)
+        return TraceStep(case, *zip(*groups, strict=True))
 
     def _group_step(
         self, case: BucketCase, group: int, requests: list[TraceRequest]
-    ) -> tuple[Inputs, torch.Tensor, ExpectedOutputs | None]:
+    ) -> tuple[Inputs, torch.Tensor, ExpectedOutputs | None, list[torch.Tensor], list[torch.Tensor], tuple[LiveRow, ...]]:
         bucket, state = case.bucket, self.states[group]
         rows = sorted(torch.randperm(bucket.batch, generator=self.generator)[: len(requests)].tolist())
         live = dict(zip(rows, requests, strict=True))
@@ -225,14 +218,17 @@ class _Recorder:
         if kind_of(bucket).decodes:
             self._replace_drafts(case, state, inputs, live)
         request_slots = state[self.request_slots].clone()
+        others = [request for request in self.groups[group] if request not in requests]
         if not requests:
-            return inputs, request_slots, None
+            return inputs, request_slots, None, state, state, tuple(request.row(i) for i, request in enumerate(others))
         outputs, self.states[group] = self.reference.step(bucket, state, inputs)
         valid, taken = zip(*(self._advance(bucket, request, inputs, row, outputs) for row, request in live.items()), strict=True)
         greedy = tuple(request.sampling is GREEDY for request in requests)
         no_drafts = torch.zeros(bucket.batch, 0)
         results = (outputs.get(name, no_drafts)[rows] for name in ("tokens", "logits", "drafts", DRAFT_LOGITS))
-        return inputs, request_slots, ExpectedOutputs(tuple(rows), valid, taken, greedy, *results)
+        expected = ExpectedOutputs(tuple(rows), valid, taken, greedy, *results)
+        owned = tuple(request.row(i) for i, request in enumerate([*requests, *others]))
+        return inputs, request_slots, expected, state, self.states[group], owned
 
     def _inputs(self, bucket: Bucket, live: Mapping[int, TraceRequest]) -> Inputs:
         logprobs, decode = self.small.max_logprobs > 0, kind_of(bucket).decodes

@@ -188,7 +188,7 @@ def test_representative_steps_are_the_fullest_of_every_case_and_the_last_that_de
         return TraceStep(case, (inputs,) * len(valid), (torch.tensor([[0], [at]]),) * len(valid), expected)
 
     def chosen(*steps):
-        return representative_steps(StepTrace(steps, (), (), (), ()))
+        return representative_steps(StepTrace(steps, ()))
 
     assert chosen(traced(chunk, 0, 9, 9), traced(chunk, 5, 1, 0), traced(chunk, 7, 1, 1), traced(chunk, 9, 1, 0)) == (2,)
     assert chosen(traced(chunk, 0, 1, 0), traced(chunk, 0, 2, 2)) == (1,)

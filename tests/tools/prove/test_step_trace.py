@@ -161,7 +161,7 @@ def test_unowned_request_slots_hold_what_would_be_noticed_and_the_null_request_s
     at = request_slot_pool(image.trace.leaves)
     for group in range(3):
         owned = set(by_request(image, group))
-        pool = image.trace.final_state[group][at]
+        pool = image.trace.steps[-1].after[group][at]
         unowned = set(range(1, len(pool))) - owned
         assert unowned
         assert all(pool[request_slot].tolist() == [UNOWNED] * pool.shape[1] for request_slot in unowned)
@@ -179,16 +179,17 @@ def test_expected_values_are_finite_where_they_count_and_state_is_nan_where_noth
             assert float(expected.draft_logits.std()) > 0.1
     assert [steps[0][0].case.form.kind for steps in by_request(image, 0).values()].count("decode") == 1
     for group in range(3):
-        for leaf, first, last in zip(image.trace.leaves, image.trace.initial_state[group], image.trace.final_state[group], strict=True):
+        end = image.trace.steps[-1]
+        for leaf, first, last in zip(image.trace.leaves, image.trace.steps[0].before[group], end.after[group], strict=True):
             if leaf.aval.axes[0] == "request_slots":
                 continue
             assert bool(torch.isnan(first).all()) == (group > 0)
             if leaf.aval.axes[0] == "pages":
-                filled = [place for row in image.trace.rows[group] for place in filled_pages(row.pages, row.start, leaf.aval.shape[1])]
+                filled = [place for row in end.rows[group] for place in filled_pages(row.pages, row.start, leaf.aval.shape[1])]
                 assert sum(used for _, used in filled) > 0
                 assert all(bool(torch.isfinite(last[page, :used]).all()) for page, used in filled)
             else:
-                assert bool(torch.isfinite(last[[slot for row in image.trace.rows[group] for slot in row.slots]]).all())
+                assert bool(torch.isfinite(last[[slot for row in end.rows[group] for slot in row.slots]]).all())
                 unowned = set(range(1, last.shape[0])) - {s for steps in by_request(image, group).values() for s in slots_of(steps, group)}
                 assert unowned
                 assert bool(torch.isnan(last[sorted(unowned)]).all())
@@ -215,7 +216,7 @@ def test_without_prefill_requests_begin_with_a_state_that_was_sent_to_them():
     assert request_slot[START] > 0
     assert request_slot[ACCEPTED] == 0
     slot, page = int(step.inputs[0]["state_slots_out"][row, 0]), int(step.inputs[0]["page_table"][row, 0])
-    for leaf, pool in zip(image.trace.leaves, image.trace.initial_state[0], strict=True):
+    for leaf, pool in zip(image.trace.leaves, image.trace.steps[0].before[0], strict=True):
         if leaf.aval.axes[0] == "request_slots":
             continue
         filled = pool[page, : request_slot[START]] if leaf.aval.axes[0] == "pages" else pool[slot]
@@ -226,14 +227,14 @@ def test_without_prefill_requests_begin_with_a_state_that_was_sent_to_them():
 def test_an_instance_that_only_prefills_drafts_and_fills_its_request_slots():
     image = images.image("dp=2", PREFILL, drafts=3)
     assert image.small.limits.slots_per_request == 1
-    pool = image.trace.final_state[0][request_slot_pool(image.trace.leaves)]
+    pool = image.trace.steps[-1].after[0][request_slot_pool(image.trace.leaves)]
     assert pool.shape[1] == TOKENS + 4
     last = image.trace.steps[-1]
     expected, inputs = last.expected[1], last.inputs[1]
     request_slot = int(inputs["request_slots"][expected.rows[0]])
     position = start(last, 1, expected.rows[0]) + expected.taken[0]
     values = [position, 0, int(expected.tokens[0, 0]), *expected.drafts[0].tolist()]
-    assert image.trace.final_state[1][request_slot_pool(image.trace.leaves)][request_slot].tolist() == values
+    assert image.trace.steps[-1].after[1][request_slot_pool(image.trace.leaves)][request_slot].tolist() == values
 
 
 def test_steps_of_several_widths_verify_what_has_room_in_each():
