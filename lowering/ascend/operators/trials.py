@@ -61,11 +61,12 @@ def gather_index(op: GeOp, value: torch.Tensor, recorded: Tensors, generator: to
 
 
 def pool_rows(op: GeOp, value: torch.Tensor, recorded: Tensors, generator: torch.Generator) -> torch.Tensor:
-    """Different rows of the pool: writing one twice is undefined."""
-    pool = recorded["var"] if "var" in recorded else recorded["key_cache"].flatten(0, 1)
-    if value.numel() > pool.shape[0]:
+    """Different rows of the pool, by as many indices each as `var` is written by: writing one twice is undefined."""
+    pool, depth = (recorded["var"], value.shape[-1]) if "var" in recorded else (recorded["key_cache"].flatten(0, 1), 1)
+    if (count := value.numel() // depth) > pool.shape[:depth].numel():
         return value
-    return torch.randperm(pool.shape[0], generator=generator)[: value.numel()].reshape(value.shape)
+    flat = torch.randperm(pool.shape[:depth].numel(), generator=generator)[:count]
+    return torch.stack(torch.unravel_index(flat, pool.shape[:depth]), -1).reshape(value.shape)
 
 
 def _expert_range(op: GeOp) -> tuple[int, int]:

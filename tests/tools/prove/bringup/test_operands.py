@@ -46,6 +46,9 @@ def test_indices_stay_in_range_and_rows_that_are_written_differ():
     rows = drawn("ScatterNdUpdate", inputs)["random"]["indices"].flatten().tolist()
     assert len(set(rows)) == 6
     assert max(rows) < 9
+    inputs = {"var": torch.randn(3, 2, 5), "indices": torch.zeros(2, 3, 2, dtype=torch.int32), "updates": torch.randn(2, 3, 5)}
+    places = drawn("ScatterNdUpdate", inputs)["random"]["indices"].flatten(0, 1).tolist()
+    assert sorted(places) == [[page, offset] for page in range(3) for offset in range(2)]
 
 
 @pytest.mark.parametrize("kind", [0, 1])
