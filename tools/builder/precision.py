@@ -267,13 +267,14 @@ def _weights(requested: str, plan: Plan) -> tuple[str, str | None]:
 
 
 def choose_logprobs(plan: Plan) -> Plan:
-    """The plan with the number of most likely tokens whose log probabilities a step returns.
+    """The plan with the number of most likely tokens whose log probabilities a step returns; steps that score prompts do so.
 
     Raises:
         SpecError: the vocabulary has fewer tokens.
     """
     most = min(MAX_LOGPROBS, plan.source.model.config.vocab_size)
-    count = min(plan.target.max_logprobs, most) if plan.options.max_logprobs is None else plan.options.max_logprobs
+    default = most if plan.options.score else min(plan.target.max_logprobs, most)
+    count = default if plan.options.max_logprobs is None else plan.options.max_logprobs
     if count > most:
         raise SpecError(f"max_logprobs is {count}; legal for {plan.source.name} are 0 to {most}")
     return replace(plan, max_logprobs=int(count))

@@ -65,9 +65,8 @@ def choose_chunks(plan: Plan) -> Plan:
             instance that hands prompts over or takes them, or beside steps that give no log probabilities.
     """
     options = plan.options
-    logprobs = plan.target.max_logprobs if options.max_logprobs is None else options.max_logprobs
-    if options.score and (plan.phase != "mixed" or not logprobs):
-        what = f"phase {plan.phase}" if logprobs else "--max-logprobs 0"
+    if options.score and (plan.phase != "mixed" or options.max_logprobs == 0):
+        what = "--max-logprobs 0" if options.max_logprobs == 0 else f"phase {plan.phase}"
         raise SpecError(f"--score {format_prefill(options.score)} and {what}; legal is one of both")
     prefill = _default_prefill(plan) if options.prefill is None else options.prefill
     if prefill or options.prefill is not None:

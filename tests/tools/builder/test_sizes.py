@@ -55,6 +55,7 @@ def test_prompts_are_scored_in_steps_of_sizes_that_are_asked_for() -> None:
     assert ([bucket.name for bucket in plan.buckets if bucket.kind == "score"], prefill) == (["score-b1-q256", "score-b2-q64"], ["b1-q128"])
     assert plan.arguments[plan.arguments.index("--score") + 1] == "256,2x64"
     assert not [bucket for bucket in planned(**place)[0].buckets if bucket.kind == "score"]
+    assert planned(**place | {"max_logprobs": None}, score=(PrefillSize(64),))[0].max_logprobs == 20
     with pytest.raises(SpecError, match="--score 9x64 takes 9 prompts a step"):
         planned(**place, score=(PrefillSize(64, 9),))
     with pytest.raises(SpecError, match="--score 64 and --max-logprobs 0; legal is one of both"):
