@@ -102,7 +102,7 @@ def _npu(args: QuantCacheWrite) -> tuple[Tensor, ...]:
     npu, (T, G, _), P = torch.ops.npu, k.shape, k_cache.shape[1]
     (k_rows, k_new), (v_rows, v_new) = npu.npu_dynamic_quant(k), npu.npu_dynamic_quant(v)
     k_out, v_out = npu.npu_scatter_pa_kv_cache_functional(k_rows, v_rows, k_cache, v_cache, slots, cache_mode="Norm")
-    page, offset = torch.div(slots, P, rounding_mode="floor"), torch.remainder(slots, P)
+    page, offset = slots // P, torch.remainder(slots, P)
     head = torch.arange(G, dtype=slots.dtype, device=slots.device)
     parts = [page[:, None].expand(T, G), head[None].expand(T, G), offset[:, None].expand(T, G)]
     places = torch.stack(parts, 2).view(T * G, 3)
