@@ -1,6 +1,6 @@
 """What an engineer runs on the first day, over what builds differ in: build, verify, explain, inspect, and a bring-up on emulated ranks.
 
-Options have tests of their own, and commands have. When these ran one after the other for the first time they found seven faults.
+Options have tests of their own, and commands have; most faults that these found first are of one command over what another option built.
 """
 
 from __future__ import annotations

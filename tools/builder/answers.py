@@ -185,8 +185,9 @@ def _price(plan: Plan, priced: Priced) -> Plan:
     """Has steps return log probabilities and take adjustments, as on this machine, where either costs at most `MOST_SHARE` of a step."""
     local = target("cpu")
     counts = ((LOGPROBS, min(local.max_logprobs, plan.source.model.config.vocab_size)), (LOGIT_ADJUSTMENTS, local.logit_adjustments))
-    said = {LOGPROBS.name} if plan.options.score else set[str]()
-    asked = [(each, count) for each, count in counts if getattr(plan.options, each.name) is None and each.name not in said]
+    asked = [
+        (each, count) for each, count in counts if getattr(plan.options, each.name) is None and not (each is LOGPROBS and plan.max_logprobs)
+    ]
     if not asked or plan.backend not in ENCODINGS:
         return plan
     # The largest: its rows cost most, while what all rows share costs no more. An instance that only prefills has no decode step.

@@ -122,11 +122,11 @@ class Ranks:
         """Index of a rank's dp group."""
         return self.small.mesh.coordinates(rank)["dp"]
 
-    def live_values(self, step: TraceStep, rank: int, pools: Sequence[torch.Tensor], moved: Collection[int]) -> Iterator[torch.Tensor]:
+    def live_values(self, step: TraceStep, rank: int, pools: Sequence[torch.Tensor], resampled: Collection[int]) -> Iterator[torch.Tensor]:
         """What each of a rank's pools holds of requests after a step: [tokens or slots, ...]; the request slots hold nothing.
 
         Args:
-            moved: places of live rows that sampled another token, as they may; what a draft head cached of them is left out.
+            resampled: places of live rows that sampled another token, as they may; what a draft head cached of them is left out.
         """
         prefix = f"{self.small.model.family.draft_key}."
         for leaf, pool in zip(self.leaves, pools, strict=True):
@@ -135,14 +135,14 @@ class Ranks:
             elif is_request_slots(leaf):
                 yield pool[:0]
             else:
-                rows = [row for i, row in enumerate(step.rows[self.group(rank)]) if i not in moved or not leaf.path.startswith(prefix)]
+                rows = [row for i, row in enumerate(step.rows[self.group(rank)]) if i not in resampled or not leaf.path.startswith(prefix)]
                 yield torch.cat([values for row in rows for values in live_values(leaf, row, pool)] or [pool[:0]])
 
 
 def check_against_trace(ranks: Ranks, actual: RankOutputs, allowed: AllowedDifferences, what: str) -> dict[str, float]:
     """Compares the outputs of all ranks with those of one device.
 
-    The median difference of a rank's logits (see `MEDIAN_OF`) must be within `typical`, of chunks of prompts within `turned`, as that of
+    The median difference of a rank's logits (see `MEDIAN_OF`) must be within `typical`, of chunks of prompts within `rounding`, as that of
     each pool's live rows; every logit within `worst`, and each pool within `state`. A greedy token, and a draft, must equal the trace's
     where its logit leads by more than the difference of the logits can explain. Counts and request slots must follow from the tokens and
     drafts of the rank itself.
@@ -170,7 +170,7 @@ def check_against_trace(ranks: Ranks, actual: RankOutputs, allowed: AllowedDiffe
         all_groups = _of_all_groups(errors_of, rank, decodes, ranks.small.mesh)
         median = float((own if len(own) >= MEDIAN_OF else torch.cat(all_groups)).median())
         medians[decodes] = max(medians[decodes], median)
-        legal, kind = (allowed.typical, "") if decodes else (allowed.turned, " of prompts")
+        legal, kind = (allowed.typical, "") if decodes else (allowed.rounding, " of prompts")
         _refuse(median, legal, f"{what}, {_rank_name(rank, ranks.small.mesh)}: half of all logits{kind}")
     if len(wrong_drafts) > allowed.drafts * (counts["drafts"] + len(wrong_drafts)):
         raise VerifyError(wrong_drafts[0])
@@ -208,7 +208,7 @@ def _check_step(
         raise VerifyError(wrong)
     check_request_slots(trace_step, group, outputs, what, room=ranks.small.limits.drafts)
     if "drafts" in outputs:
-        compared = compare_drafts(trace_step, group, outputs, error.amax(1), allowed.turned)
+        compared = compare_drafts(trace_step, group, outputs, error.amax(1), allowed.rounding)
         if wrong := _count(counts, "draft", expected, outputs["drafts"], compared, what):
             wrong_drafts.extend([wrong] * int((compared[1] & ~compared[0]).sum()))
     if ranks.small.max_logprobs:
@@ -305,15 +305,15 @@ def _check_state(ranks: Ranks, actual: RankOutputs, number: int, rank: int, allo
     """Checks a rank's state after a step; returns the largest `deviation` of a pool's live values."""
     step, group, largest = ranks.trace.steps[number], ranks.group(rank), 0.0
     expected, outputs = step.expected[group], actual.steps[number][rank]
-    moved = [place for place in range(len(expected.rows) if expected else 0) if not same_draft_inputs(step, group, place, outputs)]
-    both = (ranks.live_values(step, rank, pools, moved) for pools in (ranks.shard(step.after[group], rank), actual.after[number][rank]))
+    resampled = [place for place in range(len(expected.rows) if expected else 0) if not same_draft_inputs(step, group, place, outputs)]
+    both = (ranks.live_values(step, rank, pools, resampled) for pools in (ranks.shard(step.after[group], rank), actual.after[number][rank]))
     for leaf, left, right in zip(ranks.leaves, *both, strict=True):
         if not left.numel():
             continue
         error, what = deviation([(left, right)]), f"{where}, step {number} ({step.case.bucket.name}): "
         _refuse(error, allowed.state, f"{what}{leaf.name}")
         rows = (left.float() - right.float()).flatten(1).abs().amax(1) / left.float().abs().max().clamp(min=1.0)
-        _refuse(float(rows.median()), allowed.turned, f"{what}half of {leaf.name}")
+        _refuse(float(rows.median()), allowed.rounding, f"{what}half of {leaf.name}")
         largest = max(largest, error)
     return largest
 

@@ -19,7 +19,7 @@ from npucompile.tools.prove import emulated_run
 from npucompile.tools.prove.emulated_run import RankOutputs, Ranks, check_against_trace, check_identical, held
 
 F32 = torch.float32
-STRICT = AllowedDifferences(typical=1e-5, turned=1e-5, worst=1e-4, state=1e-4)
+STRICT = AllowedDifferences(typical=1e-5, rounding=1e-5, worst=1e-4, state=1e-4)
 MESH, BOTH = "dp=2,tp=2", ("prefill", "decode")
 
 
