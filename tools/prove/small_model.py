@@ -19,6 +19,7 @@ from ...models.deployed import heads_for
 from ...models.params import Param, Source
 from ...models.quant.formats import UNROUNDED, W4A16, Formats
 from ...models.sharding_rules import rules_of
+from ...models.shrink import EXPERT_FFN
 from ...models.step import Model
 from ..artifact_model import full_model, spreads, with_variant
 from ..builder.rank_memory import share
@@ -181,9 +182,9 @@ def shrink(manifest: Manifest, steps: int) -> SmallModel:
 
 
 def _small_groups(formats: Formats) -> Formats:
-    """The formats with groups of int4 weights that fill a rank's part of a narrow contraction, where matrices outside experts have them."""
-    narrow = formats.group and any(form == W4A16 for _, form in formats.rules)
-    return replace(formats, group=gcd(formats.group, NARROW_GROUP)) if narrow else formats
+    """The formats with groups of int4 weights that fill a small expert's contraction, or a rank's part of one outside experts."""
+    narrowest = NARROW_GROUP if any(form == W4A16 for _, form in formats.rules) else EXPERT_FFN
+    return replace(formats, group=gcd(formats.group, narrowest)) if formats.group else formats
 
 
 def small_buckets(entries: Iterable[GraphEntry], tp: int, drafts: int, layers: int, *, sliced: bool = False) -> tuple[BucketCase, ...]:

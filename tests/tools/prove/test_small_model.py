@@ -167,6 +167,12 @@ def test_drafts_read_the_first_rows_of_the_head():
     assert torch.equal(named[draft_vocabulary.KEY], named["head"][:32])
 
 
+def test_groups_of_a_recipe_are_as_wide_as_small_experts():
+    small = small_model.shrink(manifest(name="qwen3-30b-a3b", mesh="dp=1", quantization="w4a8"), 1)
+    assert (full_model(manifest(name="qwen3-30b-a3b")).config.variant.formats.group, small.model.config.variant.formats.group) == (64, 32)
+    assert small.model.params(F32)
+
+
 @pytest.mark.parametrize("quantization", ["none", "w8a8", "w4a8"])
 def test_one_checkpoint_loads_in_every_variant(quantization):
     small = small_model.shrink(manifest(mesh="dp=1,tp=4", quantization=quantization), 1)
