@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from math import gcd
 
 import torch
@@ -39,6 +41,9 @@ PICTURE_ROWS = 9
 DELTA_CHUNK = 64
 NARROW_GROUP = 8
 """Most int4 weights of a group in a small model."""
+MOST_DRAFT_LAYERS = 4
+_LAYERS = re.compile(r"(.*\blayers\.)([^.]*\d[^.]*)(\..*|)")
+"""A pattern of names of some layers: what is before their numbers, these, and what is behind."""
 DISPATCH, FUSED = "moe_dispatch", "fused_experts_w4a8"
 
 
@@ -147,7 +152,8 @@ def shrink(manifest: Manifest, steps: int) -> SmallModel:
     mesh, large = Mesh.parse(manifest.mesh), full_model(manifest)
     small = replace(large, config=large.family.shrink(large.config, mesh.axis("tp"), mesh.size))
     # Random floats, which are quantised when they are loaded.
-    formats = _small_groups(replace(small.config.variant.formats, stored=False))
+    formats = replace(small.config.variant.formats, stored=False)
+    formats = _of_small_layers(_small_groups(formats), large.config.layer_kinds, small.config.layer_kinds)
     rows = draft_vocabulary.small(small.config, mesh.axis("tp"))
     heads = heads_for(small.config, mesh.axis("tp"), sliced=small.config.variant.sliced)
     shipped = replace(small.config.variant, formats=formats, draft_vocab=rows, **heads)
@@ -185,6 +191,34 @@ def _small_groups(formats: Formats) -> Formats:
     """The formats with groups of int4 weights that fill a small expert's contraction, or a rank's part of one outside experts."""
     narrowest = NARROW_GROUP if any(form == W4A16 for _, form in formats.rules) else EXPERT_FFN
     return replace(formats, group=gcd(formats.group, narrowest)) if formats.group else formats
+
+
+def _of_small_layers(formats: Formats, large: Sequence[str], small: Sequence[str]) -> Formats:
+    """The formats of the layers that small ones stand for, so that each kind of layer is there in all its formats, if it has room for them.
+
+    Args:
+        large, small: kinds of the layers.
+    """
+    named = [*formats.biased, *(pattern for pattern, _ in (*formats.rules, *formats.kv_cache))]
+    numbers = sorted({found[2] for pattern in named if (found := _LAYERS.fullmatch(pattern))})
+    kinds = [(kind, *(fnmatchcase(str(i), number) for number in numbers)) for i, kind in enumerate(large)]
+    stands_for = [i if large[i] == kind else large.index(kind) for i, kind in enumerate(small)]
+    for layer, kind in enumerate(kinds):
+        shown = [kinds[each] for each in stands_for]
+        twice = [i for i, each in enumerate(shown) if each[0] == kind[0] and shown.count(each) > 1]
+        if kind not in shown and twice:
+            stands_for[twice[-1]] = layer
+    # Draft layers come behind the others.
+    stands_for += range(len(large), len(large) + MOST_DRAFT_LAYERS)
+
+    def renamed(pattern: str) -> list[str]:
+        if (found := _LAYERS.fullmatch(pattern)) is None:
+            return [pattern]
+        return [f"{found[1]}{i}{found[3]}" for i, layer in enumerate(stands_for) if fnmatchcase(str(layer), found[2])]
+
+    both = (formats.rules, formats.kv_cache)
+    rules, caches = (tuple((name, form) for pattern, form in each for name in renamed(pattern)) for each in both)
+    return replace(formats, rules=rules, kv_cache=caches, biased=tuple(name for pattern in formats.biased for name in renamed(pattern)))
 
 
 def small_buckets(entries: Iterable[GraphEntry], tp: int, drafts: int, layers: int, *, sliced: bool = False) -> tuple[BucketCase, ...]:

@@ -12,6 +12,7 @@ from npucompile.graphs import tree
 from npucompile.graphs.types import Aval, Bucket, Leaf, Limits
 from npucompile.models import draft_vocabulary
 from npucompile.models.params import avals
+from npucompile.models.quant.formats import Formats
 from npucompile.models.variant import Variant
 from npucompile.tools.artifact_model import full_model, with_variant
 from npucompile.tools.builder.rank_memory import share
@@ -171,6 +172,20 @@ def test_groups_of_a_recipe_are_as_wide_as_small_experts():
     small = small_model.shrink(manifest(name="qwen3-30b-a3b", mesh="dp=1", quantization="w4a8"), 1)
     assert (full_model(manifest(name="qwen3-30b-a3b")).config.variant.formats.group, small.model.config.variant.formats.group) == (64, 32)
     assert small.model.params(F32)
+
+
+def test_each_kind_of_layer_is_there_in_all_its_formats():
+    """Experts of layers 41 to 47 of 48 stay int8; the last of the small model's four stands for them."""
+    small = small_model.shrink(manifest(name="qwen3-30b-a3b", mesh="dp=1", quantization="w4a8"), 1)
+    experts = [small.model.config.variant.formats.of([f"model.layers.{i}.mlp.experts.gate_up_proj"]) for i in range(4)]
+    assert experts == ["w4a8_dynamic"] * 3 + ["w8a8_dynamic"]
+    rules = (("model.layers.1.mlp", "w8a8"), ("model.layers.9.*", "w8a8_dynamic"), ("*", "w4a8_dynamic"))
+    formats = Formats(rules, biased=("model.layers.9.a", "model.layers.10.a", "b"), kv_cache=(("model.layers.8.self_attn", "int8"),))
+    assert small_model._of_small_layers(formats, ["x"] + ["y"] * 8 + ["z"], ["x", "y", "y", "z"]) == Formats(
+        (("model.layers.1.mlp", "w8a8"), ("model.layers.3.*", "w8a8_dynamic"), ("*", "w4a8_dynamic")),
+        biased=("model.layers.3.a", "model.layers.4.a", "b"),
+        kv_cache=(),
+    )
 
 
 @pytest.mark.parametrize("quantization", ["none", "w8a8", "w4a8"])
